@@ -1,0 +1,223 @@
+"""One request's run over a loaded runtime: reuse a prefix, read the prompt, run the steps, cut the text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checkpoint.tokenizer import Tokenizer
+from .context.checkpoints import Snapshot
+from .model.prefill import Pass, logits_of
+from .runtime import Runtime
+from .sampling.logprobs import TokenLogprob, assemble, gather
+from .sampling.params import Resolved
+from .speculation.verify import Mode
+from .step.loop import StepOutput
+from .step.relay import STOPPED
+from .step.request import begin
+
+ROLLING = 512  # committed tokens between checkpoints of a long answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one step adds to the answer after all cuts."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+
+
+class Cutter:
+    """Turns token ids into text, holding back what may be the start of a stop string, and finds the first one."""
+
+    def __init__(self, tokenizer: Tokenizer | None, params: Resolved) -> None:
+        self._stream = tokenizer.stream(params.skip_special_tokens) if tokenizer is not None else None
+        self._stops, self._ends, self._least = params.stop_strings, set(params.stop_ids), params.min_tokens
+        self._held = ""
+        self._count = 0
+
+    def push(self, ids: Sequence[int]) -> tuple[int, str, bool]:
+        """(tokens kept, text now certain, whether a stop string ended it). The token that completes a stop string is
+        kept, the text before the string is all that shows. A token that ends the answer by its id has no text."""
+        for place, token in enumerate(ids):
+            self._count += 1
+            if self._stream is None or token in self._ends:
+                continue
+            fresh = self._stream.push([token])
+            self._held += fresh
+            at = self._find(len(fresh))
+            if at is not None:
+                text, self._held = self._held[:at], ""
+                return place + 1, text, True
+        keep = self._possible()
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return len(ids), text, False
+
+    def flush(self) -> str:
+        """The rest, when the answer ends otherwise: held text, and bytes that never became a character."""
+        rest, self._held = self._held, ""
+        return rest + (self._stream.flush() if self._stream is not None else "")
+
+    def _find(self, fresh: int) -> int | None:
+        if self._count < self._least or not fresh:
+            return None
+        found = [self._held.find(stop, max(len(self._held) - fresh - len(stop) + 1, 0)) for stop in self._stops]
+        return min((at for at in found if at >= 0), default=None)
+
+    def _possible(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for size in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+
+class Answer:
+    """State of one request. ``boundary``: where the final chat message begins, 0 without messages."""
+
+    def __init__(
+        self, runtime: Runtime, prompt: Sequence[int], params: Resolved, boundary: int, room: int
+    ) -> None:
+        self._runtime, self.prompt, self.params, self._boundary = runtime, list(prompt), params, boundary
+        self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        self.depth = runtime.loop.depth
+        self.cached_tokens = 0
+        self.emitted = 0
+        self.accept_lengths: list[int] = []
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
+        self._committed = list(prompt)  # prompt, then every token the device committed, cut or not
+        self._running = False
+        self._cut = False
+        self._snapshots: dict[int, Snapshot] = {}
+        self._last_saved = len(prompt)
+
+    def run(self, aborted: Callable[[], bool]) -> Iterator[Block]:
+        """Yield blocks; exactly the last has a finish reason. ``finish`` must be called afterwards, come what may."""
+        if not self._read_prompt(aborted):
+            yield Block(token_ids=(), text="", logprobs=None, finish_reason="abort")
+            return
+        if self._limit < 1:
+            yield Block(token_ids=(), text="", logprobs=None, finish_reason="length")
+            return
+        runtime, params = self._runtime, self.params
+        with torch.inference_mode():
+            begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
+        program = runtime.programs[Mode(sampled=not params.greedy, processors=params.processors)]
+        cutter = Cutter(runtime.checkpoint.tokenizer, params)
+        steps = runtime.loop.run(
+            program, limit=self._limit, top_logprobs=params.logprobs, after_launch=self._after_launch
+        )
+        self._running = True
+        for step in steps:
+            self._take(step)
+            if aborted():
+                self._cut = True
+                yield Block(token_ids=(), text=cutter.flush(), logprobs=None, finish_reason="abort")
+                return
+            block = self._block(step, cutter)
+            yield block
+            if block.finish_reason is not None:
+                return
+        raise AssertionError("the loop ended without a finish code")
+
+    def finish(self) -> None:
+        """Freeze and drain what is in flight; checkpoint the answer's end where that is useful."""
+        if not self._running:
+            return
+        self._running = False
+        for step in self._runtime.loop.drain():
+            self._take(step)
+        if self._runtime.config.prefix_reuse == "fast" and not self._cut:
+            with torch.inference_mode():
+                self._runtime.tree.save(self._committed[:-1], self._runtime.stream)
+
+    def _read_prompt(self, aborted: Callable[[], bool]) -> bool:
+        """Restore the longest usable checkpoint and read the rest up to the last token; False if aborted."""
+        runtime, prompt = self._runtime, self.prompt
+        mode, end = runtime.config.prefix_reuse, len(prompt) - 1
+        with torch.inference_mode():
+            runtime.stream.clear()
+            node = None
+            if mode != "off" and self.prompt_logprobs is None:
+                node = runtime.tree.find(prompt[:end])
+            at = 0
+            if node is not None:
+                runtime.tree.restore(node, runtime.stream)
+                at = self.cached_tokens = node.length
+            for stop in [s for s in self._marks(end) if s > at] + [end]:
+                for step in self._passes(at, stop, aborted):
+                    if self.prompt_logprobs is not None:
+                        self._score(step)
+                if aborted():
+                    return False
+                if mode != "off" and stop in self._marks(end):
+                    runtime.tree.save(prompt[:stop], runtime.stream)
+                at = max(at, stop)
+            runtime.prefill.seal(prompt[-1], end)
+        return True
+
+    def _passes(self, at: int, stop: int, aborted: Callable[[], bool]) -> Iterator[Pass]:
+        if at >= stop:
+            return iter(())
+        return self._runtime.prefill.read(self.prompt, at, stop, cancelled=aborted)
+
+    def _marks(self, end: int) -> list[int]:
+        """Where the prompt is checkpointed, ascending. "exact" keeps to absolute multiples of the prefill chunk."""
+        chunk = self._runtime.prefill.chunk
+        marks = {end // chunk * chunk, min(self._boundary, end) // chunk * chunk}
+        if self._runtime.config.prefix_reuse == "fast":
+            marks |= {min(self._boundary, end), end}
+        return sorted(marks - {0})
+
+    def _score(self, step: Pass) -> None:
+        """Log-probabilities of the prompt's own tokens that this pass predicts."""
+        assert self.prompt_logprobs is not None and self.params.prompt_logprobs is not None
+        runtime = self._runtime
+        logits = logits_of(runtime.weights, runtime.checkpoint.spec, step.hidden, step.tape)
+        following = self.prompt[step.start + 1 : step.start + step.count + 1]
+        top = self.params.prompt_logprobs
+        values: tuple[Tensor, Tensor, Tensor] = gather(logits, torch.tensor(following, device=logits.device), top)
+        chosen, ids, best = (v.tolist() for v in values)
+        self.prompt_logprobs += assemble(following, chosen, ids, best, count=len(following), top=top)
+
+    def _take(self, step: StepOutput) -> None:
+        """Note what the device committed, and turn a snapshot of this step into a checkpoint."""
+        self._committed += step.tokens
+        snapshot = self._snapshots.pop(self._runtime.loop.consumed, None)
+        if snapshot is not None:
+            with torch.inference_mode():
+                self._runtime.tree.save(self._committed[: step.length], self._runtime.stream, snapshot)
+
+    def _after_launch(self) -> None:
+        """Between launches: every ROLLING committed tokens copy the state out, to be named when its step is read."""
+        if self._runtime.config.prefix_reuse != "fast" or len(self._committed) - self._last_saved < ROLLING:
+            return
+        self._last_saved = len(self._committed)
+        with torch.inference_mode():
+            self._snapshots[self._runtime.loop.launched] = Snapshot.take(self._runtime.stream)
+
+    def _block(self, step: StepOutput, cutter: Cutter) -> Block:
+        now = time.perf_counter()
+        kept, text, matched = cutter.push(step.tokens)
+        reason: str | None = None
+        if matched:
+            reason, self._cut = "stop", True
+        elif step.reason:
+            reason = "stop" if step.reason == STOPPED else "length"
+            text += cutter.flush()
+        self.emitted += kept
+        self.accept_lengths.append(kept)
+        if kept:
+            self.first_token_at = self.first_token_at or now
+            self.last_token_at = now
+        logged = step.logprobs[:kept] if step.logprobs is not None else None
+        return Block(token_ids=step.tokens[:kept], text=text, logprobs=logged, finish_reason=reason)

@@ -1,0 +1,124 @@
+"""Reading a prompt: the target, and its MTP layer one position behind, over blocks of rows.
+
+Ordinary code: it runs the model's functions on an immediate tape, for any number of rows. On a CPU every op keeps
+its bits for any row count, so how a prompt is cut changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.tape import Tape
+from .decoder import Memory, Rows, decoder, head
+from .mtp import mtp
+from .spec import ModelSpec
+from .weights import ModelWeights
+
+BLOCK = 32  # rows of one pass: enough to share weights, few enough that elementwise work stays on one thread
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One pass over ``count`` prompt rows: hidden after the final norm [count, hidden], and its tape for the head."""
+
+    start: int
+    count: int
+    hidden: Tensor
+    tape: Tape
+
+
+def _padded(values: Tensor, to: int = 2) -> Tensor:
+    """Repeat the last row until there are ``to``: one row alone would take a product with other bits."""
+    missing = to - values.shape[0]
+    return values if missing <= 0 else torch.cat([values, values[-1:].expand(missing, *values.shape[1:])])
+
+
+def target_pass(
+    make_tape: Callable[[], Tape],
+    w: ModelWeights,
+    spec: ModelSpec,
+    ids: Sequence[int],
+    start: int,
+    memory: Callable[[int], Memory],
+    keep: Callable[[int, int], None],
+    turn: Tensor | None,
+) -> Pass:
+    """Run the target over ids (at most BLOCK) at positions start.. and commit its state.
+
+    ``memory(rows)`` and ``keep(rows, real)`` are the stream's ``committed`` and ``keep``. A single row is padded to
+    two; the state advances over the real row only.
+    """
+    tape = make_tape()
+    device = w.embed.device
+    real = len(ids)
+    if real == 1:
+        # the recurrence must not see the padding row, so a single row is a decode step with one live row
+        return _single(tape, w, spec, ids[0], start, memory, keep, turn)
+    rows = torch.tensor(ids, dtype=torch.int64, device=device)
+    positions = torch.arange(start, start + real, device=device)
+    live = torch.tensor([real], dtype=torch.int64, device=device)
+    where = Rows(positions=positions, live=live, turn=None if turn is None else turn[start : start + real], decode=False)
+    hidden = decoder(tape, w, spec, rows, memory(real), where)
+    keep(real, real)
+    return Pass(start=start, count=real, hidden=hidden, tape=tape)
+
+
+def _single(
+    tape: Tape,
+    w: ModelWeights,
+    spec: ModelSpec,
+    token: int,
+    start: int,
+    memory: Callable[[int], Memory],
+    keep: Callable[[int, int], None],
+    turn: Tensor | None,
+) -> Pass:
+    device = w.embed.device
+    place = memory(2)
+    staged = {layer: torch.stack([s, s]) for layer, s in place.states.items()}
+    scratch = Memory(windows=place.windows, states=staged, caches=place.caches)
+    where = Rows(
+        positions=torch.tensor([start, start + 1], device=device),
+        live=torch.tensor([1], dtype=torch.int64, device=device),
+        turn=None if turn is None else turn[start : start + 2],
+        decode=True,
+    )
+    hidden = decoder(tape, w, spec, torch.tensor([token, token], device=device), scratch, where)
+    for layer, state in place.states.items():
+        state.copy_(staged[layer][1])
+    keep(2, 1)
+    return Pass(start=start, count=1, hidden=hidden[:1], tape=tape)
+
+
+def mtp_pass(
+    make_tape: Callable[[], Tape],
+    w: ModelWeights,
+    spec: ModelSpec,
+    ids: Tensor,
+    hidden: Tensor,
+    start: int,
+    cache: Tensor,
+    turn: Tensor | None,
+) -> Tensor:
+    """MTP entries start .. start + n - 1 from the tokens after them, ids [n], and the target's hidden [n, hidden].
+
+    Returns the layer's normed output [n, hidden].
+    """
+    tape, device, real = make_tape(), w.embed.device, ids.shape[0]
+    positions = torch.arange(start, start + max(real, 2), device=device)
+    where = Rows(
+        positions=positions,
+        live=torch.tensor([real], dtype=torch.int64, device=device),
+        turn=None if turn is None else turn[start : start + max(real, 2)],
+        decode=True,
+    )
+    return mtp(tape, w, spec, _padded(ids), _padded(hidden), cache, where)[:real]
+
+
+def logits_of(w: ModelWeights, spec: ModelSpec, hidden: Tensor, tape: Tape) -> Tensor:
+    """float32 [n, vocab] of hidden [n, hidden]."""
+    return head(tape, w, _padded(hidden))[: hidden.shape[0], : spec.vocab]

@@ -1,0 +1,85 @@
+"""Which variant of each operation runs here, and why.
+
+A variant has a check that says (fits, reason). The first that fits wins; the choice and its reason are kept for
+``soliton doctor``. There is no silent fallback: a forced variant that does not fit is an error of the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import embed, kda, linear, mla, moe, norm, rope, router
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a check may look at: device, activation dtype, and the model's expert sizes (0 where it has none)."""
+
+    device: torch.device
+    dtype: torch.dtype
+    expert_elements: int = 0
+    state_elements: int = 0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen variant of an op: its callable, its name and the reason in words."""
+
+    op: str
+    variant: str
+    function: Callable[..., Any]
+    reason: str
+
+
+def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.copy_(x)
+
+
+# every expert for every row pays while all experts of a layer together are no larger than this (elements)
+DENSE_EXPERTS_LIMIT = 2_000_000
+# a recurrence row costs about ten small calls on a CPU; beyond this state size a chunk's few large products win
+SWEEP_STATE_LIMIT = 262_144
+
+_ONLY = "the reference is the only variant so far"
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "copy": _copy,
+    "embed": embed.reference,
+    "linear": linear.reference,
+    "linear.heads": linear.heads_reference,
+    "norm": norm.reference,
+    "add": norm.add_reference,
+    "rope": rope.reference,
+    "kda.conv": kda.conv_reference,
+    "kda.gates": kda.gates_reference,
+    "kda.l2norm": kda.l2norm_reference,
+    "kda.chain": kda.chain_reference,
+    "kda.norm": norm.gated_reference,
+    "kda.commit": kda.commit_reference,
+    "mla.store": mla.store_reference,
+    "mla.attend": mla.attend_reference,
+    "mla.gate": mla.gate_reference,
+    "router": router.reference,
+    "swiglu": moe.swiglu_reference,
+}
+
+
+def choose(facts: Facts) -> dict[str, Choice]:
+    """One Choice for every op, for a model and device described by ``facts``."""
+    chosen = {op: Choice(op, "reference", function, _ONLY) for op, function in _PLAIN.items()}
+    if facts.expert_elements and facts.expert_elements <= DENSE_EXPERTS_LIMIT and facts.device.type == "cpu":
+        reason = f"{facts.expert_elements:,} expert weights a layer: two products over all beat a sweep"
+        chosen["moe"] = Choice("moe", "dense", moe.dense_reference, reason)
+    else:
+        reason = f"{facts.expert_elements:,} expert weights a layer: read only the chosen experts"
+        chosen["moe"] = Choice("moe", "grouped", moe.grouped_reference, reason)
+    if facts.state_elements <= SWEEP_STATE_LIMIT:
+        reason = "row by row: prefill has the bits of decoding"
+        chosen["kda.prefill"] = Choice("kda.prefill", "sweep", kda.sweep_reference, reason)
+    else:
+        reason = f"a state of {facts.state_elements:,} elements: chunks of 16 rows"
+        chosen["kda.prefill"] = Choice("kda.prefill", "chunk", kda.chunk_reference, reason)
+    return chosen

@@ -1,0 +1,86 @@
+"""A flat list of bound op calls over fixed buffers.
+
+Model code is written once against this class. Recording (decode): ``new`` hands out static buffers and ``call`` notes
+the call; ``run`` replays the list, a graph executor can capture it, a census can name its kernels. Immediate
+(prefill): ``new`` allocates and ``call`` executes at once, for any number of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .select import Choice
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One bound call: the op, the variant that serves it, its callable and its arguments."""
+
+    op: str
+    variant: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        parts = [
+            f"{str(a.dtype).removeprefix('torch.')}{list(a.shape)}" if isinstance(a, Tensor) else type(a).__name__
+            for a in self.args
+        ]
+        return f"{self.op}:{self.variant}({', '.join(parts)})"
+
+
+class Tape:
+    """See the module's docstring. ``trace``: immediate mode only, collects named intermediate tensors."""
+
+    def __init__(
+        self,
+        choices: Mapping[str, Choice],
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        record: bool,
+        trace: dict[str, Tensor] | None = None,
+    ) -> None:
+        assert not (record and trace is not None), "a trace needs values, a recording has none"
+        self.choices, self.device, self.dtype, self.record = choices, device, dtype, record
+        self.entries: list[Entry] = []
+        self._trace = trace
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A buffer of ``shape``: zeroed and owned by the recording, or fresh and unwritten in immediate mode."""
+        make = torch.zeros if self.record else torch.empty
+        return make(*shape, dtype=dtype or self.dtype, device=self.device)
+
+    def call(self, op: str, *args: Any) -> None:
+        """Bind (recording) or run (immediate) the chosen variant of ``op``."""
+        choice = self.choices[op]
+        if self.record:
+            self.entries.append(Entry(op, choice.variant, choice.function, args))
+        else:
+            choice.function(*args)
+
+    def do(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        """Bind or run a step of the program that is no op of a model (verdict, publishing, ...)."""
+        if self.record:
+            self.entries.append(Entry(name, "torch", function, args))
+        else:
+            function(*args)
+
+    def run(self) -> None:
+        """Replay the recorded calls in order."""
+        for entry in self.entries:
+            entry.function(*entry.args)
+
+    def note(self, name: str, value: Tensor) -> None:
+        """Keep a copy of an intermediate for a trace; free when nobody asked."""
+        if self._trace is not None:
+            self._trace[name] = value.detach().clone()
+
+    def dump(self) -> list[str]:
+        """The recording in words, one line a call: equal dumps mean an equal step."""
+        return [str(entry) for entry in self.entries]

@@ -1,0 +1,227 @@
+"""What a loaded engine holds: weights, buffers, programs, and the things that run them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint
+from .config import Decision, EngineConfig, Facts, resolve
+from .context import CheckpointTree, Stream
+from .context.stream import positions_for
+from .errors import RequestError, UnsupportedError
+from .model.decoder import turn_table
+from .model.prefill import logits_of
+from .model.weights import Builder, ModelWeights, expert_elements, state_elements
+from .ops.select import Choice, choose
+from .ops.select import Facts as OpFacts
+from .plan import MemoryPlan, make_plan
+from .sampling.params import Resolved
+from .speculation.verify import Mode
+from .step.executor import EagerExecutor
+from .step.loop import Loop
+from .step.prefill import Prefill
+from .step.program import Parts, Program, build
+from .step.relay import Relay
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+RING_SLOTS = 8  # steps in flight at most, with room
+
+
+@dataclass(kw_only=True)
+class Runtime:
+    """One loaded model with its one stream."""
+
+    checkpoint: Checkpoint
+    config: EngineConfig
+    decisions: list[Decision]
+    plan: MemoryPlan
+    choices: dict[str, Choice]
+    weights: ModelWeights
+    parts: Parts
+    programs: dict[Mode, Program]
+    loop: Loop
+    prefill: Prefill
+    tree: CheckpointTree
+
+    @property
+    def stream(self) -> Stream:
+        """The stream's buffers."""
+        return self.parts.stream
+
+    @property
+    def relay(self) -> Relay:
+        """The relay."""
+        return self.parts.relay
+
+    def reseeded(self, params: Resolved) -> Resolved:
+        """``params`` with the engine's own seed, for a request that brought none."""
+        assert self.config.seed is not None
+        return dataclasses.replace(params, seed=self.config.seed)
+
+    @torch.inference_mode()
+    def logits(self, ids: Sequence[int], trace: dict[str, Tensor] | None = None) -> Tensor:
+        """float32 [T, vocab] on the CPU after each of ``ids``, from an empty stream."""
+        self.stream.clear()
+        spec = self.checkpoint.spec
+        passes = self.prefill.read(ids, 0, len(ids), trace=trace)
+        parts = [logits_of(self.weights, spec, p.hidden, p.tape).cpu() for p in passes]
+        return torch.cat(parts)
+
+    @torch.inference_mode()
+    def draft_chain(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor]:
+        """``n`` greedy drafts after ``ids`` and the target's next token, and their logits float32 [n, vocab]."""
+        spec = self.checkpoint.spec
+        if self.stream.draft_kv is None:
+            raise UnsupportedError(
+                f"draft_chain needs the MTP layer of {self.checkpoint.name} loaded; load with speculation='nextn'"
+            )
+        if n < 1:
+            raise RequestError(f"n is {n}; a chain has at least one draft", param="n")
+        room = self.stream.positions - len(ids)
+        if n > room:
+            raise RequestError(f"n is {n}, but only {room} positions are left after the prompt", param="n")
+        token = int(self.logits(ids)[-1].argmax())
+        chain: list[int] = []
+        rows: list[Tensor] = []
+        length = len(ids)
+        for _ in range(n):
+            out = self.prefill.seal(token, length)
+            assert out is not None
+            tape = self.parts.tape()
+            tape.record = False
+            row = logits_of(self.weights, spec, out, tape)[0]
+            rows.append(row)
+            token = int(row.argmax())
+            chain.append(token)
+            self.stream.boundary.copy_(out.expand(2, -1))
+            length += 1
+        return chain, torch.stack(rows).cpu()
+
+
+def load_runtime(
+    config: EngineConfig, checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None
+) -> Runtime:
+    """Resolve, plan, then read weights and build the programs."""
+    spec = checkpoint.spec
+    facts = Facts(
+        model=checkpoint.name,
+        has_mtp=spec.mtp is not None,
+        max_position=spec.max_position,
+        cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        free_memory=_free_memory(),
+        torch_threads=torch.get_num_threads(),
+    )
+    config, decisions = resolve(config, facts)
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    drafts = config.speculative_num_steps or 0
+    rows = max(drafts + 1, 2)
+    assert config.max_context is not None
+    budget, kept = config.memory_budget, config.checkpoint_budget
+    assert not isinstance(budget, str) and isinstance(kept, int)
+    plan = make_plan(
+        spec,
+        weight_elements=_weight_elements(checkpoint, drafts > 0),
+        rows=rows,
+        drafts=drafts,
+        max_context=config.max_context,
+        checkpoints=kept if config.prefix_reuse != "off" else 0,
+        budget=budget,
+        device=device,
+        dtype=dtype,
+    )
+    if device.type == "cpu" and config.threads is not None:
+        torch.set_num_threads(config.threads)
+    op_facts = OpFacts(
+        device=device, dtype=dtype, expert_elements=expert_elements(spec), state_elements=state_elements(spec)
+    )
+    choices = choose(op_facts)
+    provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
+    builder = Builder(provider, device, dtype, merge_experts=choices["moe"].variant == "dense")
+    weights = builder.model(spec, mtp=drafts > 0)
+    stream = Stream(
+        spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype
+    )
+    turn = turn_table(spec, positions_for(config.max_context), device)
+    relay = Relay.allocate(
+        rows=rows,
+        vocab=spec.vocab,
+        padded_vocab=weights.head.padded,
+        hidden=spec.hidden,
+        rope_pairs=turn.shape[1] if turn is not None else 0,
+        slots=RING_SLOTS,
+        device=device,
+        dtype=dtype,
+    )
+    parts = Parts(
+        spec=spec,
+        weights=weights,
+        stream=stream,
+        relay=relay,
+        choices=choices,
+        turn=turn,
+        drafts=drafts,
+        device=device,
+        dtype=dtype,
+    )
+    executor = EagerExecutor(relay, stream, early=device.type == "cpu")
+    return Runtime(
+        checkpoint=checkpoint,
+        config=config,
+        decisions=decisions,
+        plan=plan,
+        choices=choices,
+        weights=weights,
+        parts=parts,
+        programs=build(parts),
+        loop=Loop(relay, executor, config.run_ahead),
+        prefill=Prefill(parts, config.prefill_chunk),
+        tree=CheckpointTree(kept if config.prefix_reuse != "off" else 0),
+    )
+
+
+class _Counted:
+    """A provider that reports each tensor it reads."""
+
+    def __init__(self, checkpoint: Checkpoint, mtp: bool, progress: Callable[[int, int], None]) -> None:
+        self._checkpoint, self._progress = checkpoint, progress
+        self._total = sum(1 for role in checkpoint.roles() if mtp or not role.startswith("mtp."))
+        self._done = 0
+
+    def tensor(self, role: str, device: torch.device) -> Tensor:
+        self._done += 1
+        self._progress(self._done, self._total)
+        return self._checkpoint.tensor(role, device)
+
+    def has(self, role: str) -> bool:
+        return self._checkpoint.has(role)
+
+
+def _weight_elements(checkpoint: Checkpoint, mtp: bool) -> int:
+    return sum(
+        entry.numel for role, entry in checkpoint.table.items()
+        if checkpoint.has(role) and (mtp or not role.startswith("mtp."))
+    )
+
+
+def _free_memory() -> dict[str, int]:
+    """Bytes free now, by device name; what cannot be told is left out."""
+    free = {}
+    try:
+        free["cpu"] = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    free["cpu"] = int(line.split()[1]) * 1024
+    except (OSError, ValueError, AttributeError):
+        pass  # not Linux: whatever was found so far stands
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            free[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0]
+    return free
+

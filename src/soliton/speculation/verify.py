@@ -1,0 +1,148 @@
+"""Verify: the target over the anchor and its drafts, the verdict on them, and what leaves the step.
+
+Every function here works on relay tensors of fixed shape and reads no device value on the host, except where an op's
+CPU variant may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..model.decoder import Memory, Rows, decoder
+from ..model.spec import ModelSpec
+from ..model.weights import ModelWeights
+from ..ops.tape import Tape
+from ..sampling import accept, law, logprobs, penalties, philox
+
+if TYPE_CHECKING:
+    from ..step.relay import Relay
+
+# streams of the request's generator: one draw each for a drafted token, its acceptance, and the target's own token
+DRAFT, ACCEPT, FINAL = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Which variant of the step: sampled or greedy, with or without logit processors."""
+
+    sampled: bool
+    processors: bool
+
+
+def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) -> None:
+    """Positions, first token, live rows and rotations of the coming step, from the relay's length and flags."""
+    tape.do("refill", _refill, relay, turn, drafts)
+
+
+def _refill(relay: Relay, turn: Tensor | None, drafts: int) -> None:
+    count = relay.positions.shape[0]
+    torch.add(torch.arange(count, device=relay.length.device), relay.length, out=relay.positions)
+    relay.tokens[:1] = relay.anchor
+    torch.add(relay.drafted * drafts, 1, out=relay.rows)
+    if turn is not None and relay.turn is not None:
+        torch.index_select(turn, 0, relay.positions, out=relay.turn)
+
+
+def record_forward(tape: Tape, w: ModelWeights, spec: ModelSpec, memory: Memory, relay: Relay) -> None:
+    """The target over all rows: relay.hidden and relay.logits."""
+    rows = Rows(positions=relay.positions, live=relay.rows, turn=relay.turn, decode=True)
+    hidden = decoder(tape, w, spec, relay.tokens, memory, rows)
+    tape.call("copy", relay.hidden, hidden)
+    tape.call("linear", relay.logits, hidden, w.head)
+
+
+def record_verdict(tape: Tape, relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
+    """What is accepted, where the answer ends, what the next step starts from."""
+    tape.do("verdict", _verdict, relay, mode, vocab, drafts)
+
+
+def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
+    raw = relay.logits[:, :vocab]
+    logits = raw
+    if mode.processors:
+        logits = penalties.process(
+            raw,
+            counts=relay.counts,
+            prompt_seen=relay.prompt_seen,
+            bias=relay.bias,
+            presence=relay.presence,
+            frequency=relay.frequency,
+            repetition=relay.repetition,
+            generated=relay.generated,
+            min_tokens=relay.min_tokens,
+            stop_mask=relay.stop_mask,
+            draft_tokens=relay.tokens[1:],
+        )
+    if mode.sampled:
+        target = law.distribution(logits, relay.temperature, relay.top_k, relay.top_p, relay.min_p)
+        places = relay.positions + 1
+        verdict = accept.sampled_chain(
+            target,
+            relay.draft_law,
+            relay.tokens[1:],
+            relay.rows,
+            philox.uniform(relay.generator_seed, places, ACCEPT),
+            philox.uniform(relay.generator_seed, places, FINAL),
+        )
+    else:
+        verdict = accept.greedy_chain(accept.argmax_lowest(logits), relay.tokens[1:], relay.rows)
+    relay.new_tokens.copy_(verdict.tokens)
+    _cut(relay, verdict.n_accepted + 1)
+    penalties.commit_counts(relay.counts, relay.new_tokens, relay.taken - 1)
+    _log(relay, raw)
+
+
+def _cut(relay: Relay, offered: Tensor) -> None:
+    """End the block at its earliest event (a stop id before a full length at the same token) and move on.
+
+    A block cut at token i commits rows 0..i: the state is that of an answer which ended there.
+    """
+    place = torch.arange(relay.new_tokens.shape[0], device=offered.device)
+    is_stop = relay.stop_mask[relay.new_tokens.clamp_min(0)]
+    is_full = relay.generated + place + 1 >= relay.limit
+    event = (is_stop | is_full) & (place < offered)
+    first = event.to(torch.int64).argmax(0, keepdim=True)
+    found = event.any(0, keepdim=True)
+    running = 1 - relay.stopped
+    taken = torch.where(found, first + 1, offered) * running
+    code = torch.where(is_stop.gather(0, first), 1, 2) * found * running
+    relay.taken.copy_(taken)
+    relay.reason.copy_(code)
+    relay.new_tokens.copy_(torch.where(place < taken, relay.new_tokens, -1))
+    last = relay.new_tokens.gather(0, (taken - 1).clamp_min(0))
+    relay.anchor.copy_(torch.where(taken > 0, last, relay.anchor))
+    relay.length.add_(taken)
+    relay.generated.add_(taken)
+    relay.stopped.copy_(torch.maximum(relay.stopped, (code > 0).to(torch.int64)))
+
+
+def _log(relay: Relay, raw: Tensor) -> None:
+    """Log-probabilities of the new tokens into this step's ring slot; on a CPU only when somebody asked."""
+    if raw.device.type == "cpu" and not int(relay.want_logprobs):
+        return
+    slot = relay.step % relay.ring_meta.shape[0]
+    chosen, ids, values = logprobs.gather(raw, relay.new_tokens, relay.ring_top_ids.shape[2])
+    relay.ring_logprob.index_copy_(0, slot, chosen.unsqueeze(0))
+    relay.ring_top_ids.index_copy_(0, slot, ids.unsqueeze(0))
+    relay.ring_top_logprobs.index_copy_(0, slot, values.unsqueeze(0))
+
+
+def commit_boundary(boundary: Tensor, hidden: Tensor, taken: Tensor) -> None:
+    """boundary[2, hidden] = the last committed row of hidden[R, hidden], twice; taken 0 leaves it."""
+    index = (taken - 1).clamp_min(0).expand(2)
+    boundary.copy_(torch.where(taken > 0, hidden.index_select(0, index), boundary))
+
+
+def publish(relay: Relay) -> None:
+    """Tokens and counts into the ring slot of this step; the step counter moves on."""
+    slot = relay.step % relay.ring_meta.shape[0]
+    relay.ring_tokens.index_copy_(0, slot, relay.new_tokens.unsqueeze(0))
+    meta = torch.stack([relay.taken, relay.reason, relay.length, relay.rows], 1)
+    relay.ring_meta.index_copy_(0, slot, meta)
+    relay.step.add_(1)
+
+

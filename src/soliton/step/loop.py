@@ -1,0 +1,81 @@
+"""The run-ahead loop: launch step k + 1, then consume step k - depth + 1.
+
+What a step decided reaches the host ``depth`` steps late. Nothing the host does with it feeds the steps in between:
+ends that the device can see freeze the stream there; ends that only the host sees (stop strings, an abort) cut what
+was committed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..sampling.logprobs import TokenLogprob, assemble
+from .executor import EagerExecutor
+from .program import Program
+from .relay import Relay
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One consumed step: its new tokens (the accepted block), the device's finish code (0 = running), the tokens run
+    so far, live rows, and log-probabilities if asked."""
+
+    tokens: tuple[int, ...]
+    reason: int
+    length: int
+    rows: int
+    logprobs: list[TokenLogprob] | None
+
+
+class Loop:
+    """Runs one request's steps. ``depth``: steps in flight before the oldest is read, 0 to 4."""
+
+    def __init__(self, relay: Relay, executor: EagerExecutor, depth: int) -> None:
+        assert relay.ring_meta.shape[0] > depth, "the ring must hold every step in flight"
+        self._relay, self._executor, self.depth = relay, executor, depth
+        self.launched = self.consumed = 0
+
+    def run(
+        self, program: Program, *, limit: int, top_logprobs: int | None, after_launch: Callable[[], None] | None = None
+    ) -> Iterator[StepOutput]:
+        """Yield steps in order until one carries a finish code; at most ``limit`` steps are launched (each adds a
+        token at least). Close the iterator to stop early, then ``drain``.
+
+        after_launch: called between launches, in stream order: the place to snapshot committed state.
+        """
+        self.launched = self.consumed = 0
+        while True:
+            if self.launched < limit:
+                self._executor.launch(program)
+                self.launched += 1
+                if after_launch is not None:
+                    after_launch()
+            if self.launched - self.consumed > self.depth or self.launched >= limit:
+                output = self._consume(top_logprobs)
+                yield output
+                if output.reason or self.consumed >= limit:
+                    return
+
+    def drain(self) -> list[StepOutput]:
+        """Freeze the stream and consume what is in flight: the overshoot, in order."""
+        self._relay.stopped.fill_(1)
+        return [self._consume(None) for _ in range(self.launched - self.consumed)]
+
+    def _consume(self, top_logprobs: int | None) -> StepOutput:
+        relay = self._relay
+        slot = self.consumed % relay.ring_meta.shape[0]
+        self.consumed += 1
+        taken, reason, length, rows = relay.ring_meta[slot].tolist()
+        tokens = relay.ring_tokens[slot, :taken].tolist()
+        logged = None
+        if top_logprobs is not None:
+            logged = assemble(
+                tokens,
+                relay.ring_logprob[slot].tolist(),
+                relay.ring_top_ids[slot].tolist(),
+                relay.ring_top_logprobs[slot].tolist(),
+                count=taken,
+                top=top_logprobs,
+            )
+        return StepOutput(tuple(tokens), reason, length, rows, logged)

@@ -1,0 +1,83 @@
+"""Reads prompt tokens into the stream: the target's state and caches, and the MTP's entries one position behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..model.prefill import BLOCK, Pass, mtp_pass, target_pass
+from ..ops.tape import Tape
+from .program import Parts
+
+
+class Prefill:
+    """Prefill over one stream. ``chunk``: prompts are cut at its absolute multiples (and into passes of BLOCK rows)."""
+
+    def __init__(self, parts: Parts, chunk: int) -> None:
+        self._parts, self.chunk = parts, chunk
+
+    def read(
+        self,
+        ids: Sequence[int],
+        start: int,
+        end: int,
+        *,
+        trace: dict[str, Tensor] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> Iterator[Pass]:
+        """Run tokens ids[start:end] at their positions, pass by pass; the stream must hold ids[:start].
+
+        MTP entries up to end - 2 exist afterwards; entry end - 1 waits for the token after it (``seal``). ``trace``
+        collects intermediates of a single pass. ``cancelled`` is asked before each pass; True stops early.
+        """
+        parts, at = self._parts, start
+        while at < end:
+            if cancelled is not None and cancelled():
+                return
+            stop = min(end, at + BLOCK, (at // self.chunk + 1) * self.chunk)
+            step = target_pass(
+                lambda: self._tape(trace),
+                parts.weights,
+                parts.spec,
+                ids[at:stop],
+                at,
+                parts.stream.committed,
+                parts.stream.keep,
+                parts.turn,
+            )
+            self._follow(ids, at, stop, step.hidden)
+            parts.stream.boundary.copy_(step.hidden[-1:].expand(2, -1))
+            at = stop
+            yield step
+
+    def seal(self, token: int, length: int) -> Tensor | None:
+        """The MTP entry at ``length`` - 1, whose next token is now known; returns its output [1, hidden]."""
+        parts = self._parts
+        if parts.stream.draft_kv is None or length == 0:
+            return None
+        ids = torch.tensor([token], device=parts.device)
+        return self._entries(ids, parts.stream.boundary[:1], length - 1)
+
+    def _follow(self, ids: Sequence[int], at: int, stop: int, hidden: Tensor) -> None:
+        """MTP entries at - 1 .. stop - 2: hidden states one behind the tokens."""
+        parts = self._parts
+        if parts.stream.draft_kv is None:
+            return
+        first = max(at, 1)
+        if first >= stop:
+            return
+        behind = torch.cat([parts.stream.boundary[:1], hidden[:-1]]) if at else hidden[:-1]
+        self._entries(torch.tensor(ids[first:stop], device=parts.device), behind, first - 1)
+
+    def _entries(self, ids: Tensor, hidden: Tensor, start: int) -> Tensor:
+        parts = self._parts
+        assert parts.stream.draft_kv is not None
+        return mtp_pass(
+            lambda: self._tape(None), parts.weights, parts.spec, ids, hidden, start, parts.stream.draft_kv, parts.turn
+        )
+
+    def _tape(self, trace: dict[str, Tensor] | None) -> Tape:
+        parts = self._parts
+        return Tape(parts.choices, parts.device, parts.dtype, record=False, trace=trace)

@@ -1,0 +1,100 @@
+"""The step as a tuple of phases, each a tape over the relay, the stream and the weights.
+
+draft -> verify -> verdict -> commit -> extend -> publish, in that order whatever the way of speculating. One program
+for each of {greedy, sampled} x {processors off, on}: which one a request takes is known before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..context.stream import Stream
+from ..model.spec import ModelSpec
+from ..model.weights import ModelWeights
+from ..ops.select import Choice
+from ..ops.tape import Tape
+from ..speculation import nextn, verify
+from ..speculation.verify import Mode
+from .relay import Relay
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A named part of a step. ``guard``: a relay scalar; at 0 the phase has nothing to do, and an executor that can
+    read scalars for free may skip it. On a device the phase's own kernels leave early instead."""
+
+    name: str
+    tape: Tape
+    guard: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """The phases of one step in order."""
+
+    mode: Mode
+    phases: tuple[Phase, ...]
+
+    def dump(self) -> list[str]:
+        """The step in words, for refactoring proofs and the census."""
+        return [f"{phase.name}: {line}" for phase in self.phases for line in phase.tape.dump()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What programs are built over. ``drafts``: S, 0 for plain decoding. ``turn``: the rotary table or None."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    stream: Stream
+    relay: Relay
+    choices: Mapping[str, Choice]
+    turn: Tensor | None
+    drafts: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def tape(self) -> Tape:
+        """An empty recording."""
+        return Tape(self.choices, self.device, self.dtype, record=True)
+
+
+MODES = tuple(Mode(sampled=s, processors=p) for s in (False, True) for p in (False, True))
+
+
+def build(parts: Parts) -> dict[Mode, Program]:
+    """All four programs; phases that do not depend on the mode are shared, buffers too."""
+    relay, stream = parts.relay, parts.stream
+    refill = parts.tape()
+    verify.record_refill(refill, relay, parts.turn, parts.drafts)
+    forward = parts.tape()
+    verify.record_forward(forward, parts.weights, parts.spec, stream.staged(), relay)
+    commit = parts.tape()
+    commit.call("kda.commit", stream.states, stream.windows, relay.taken)
+    commit.do("boundary", verify.commit_boundary, stream.boundary, relay.hidden, relay.taken)
+    publish = parts.tape()
+    publish.do("publish", verify.publish, relay)
+
+    programs = {}
+    for mode in MODES:
+        verdict = parts.tape()
+        verify.record_verdict(verdict, relay, mode, parts.spec.vocab, parts.drafts)
+        phases = [Phase("refill", refill)]
+        if parts.drafts:
+            draft, extend = parts.tape(), parts.tape()
+            assert stream.draft_kv is not None
+            nextn.record_draft(
+                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts
+            )
+            nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode)
+            phases.append(Phase("draft", draft, guard=relay.drafted))
+        phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]
+        if parts.drafts:
+            phases.append(Phase("extend", extend, guard=relay.taken))
+        phases.append(Phase("publish", publish))
+        programs[mode] = Program(mode, tuple(phases))
+    return programs
