@@ -1,6 +1,10 @@
 """Soliton decodes one stream of a hybrid KDA + MLA mixture-of-experts model as fast as a machine's memory allows."""
 
-from .engine import Engine, Generation, Piece, Stats
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     BusyError,
     CheckpointError,
@@ -10,8 +14,21 @@ from .errors import (
     SolitonError,
     UnsupportedError,
 )
-from .sampling.logprobs import TokenLogprob
-from .sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from .engine import Engine, Generation, Piece, Stats
+    from .sampling.logprobs import TokenLogprob
+    from .sampling.params import SamplingParams
+
+# read on first use, so that the command can refuse bad flags without waiting for torch
+_LATER = {
+    "Engine": ".engine",
+    "Generation": ".engine",
+    "Piece": ".engine",
+    "Stats": ".engine",
+    "SamplingParams": ".sampling.params",
+    "TokenLogprob": ".sampling.logprobs",
+}
 
 __all__ = [
     "BusyError",
@@ -28,3 +45,9 @@ __all__ = [
     "TokenLogprob",
     "UnsupportedError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'soliton' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LATER[name], __name__), name)

@@ -82,9 +82,7 @@ class Cutter:
 class Answer:
     """State of one request. ``boundary``: where the final chat message begins, 0 without messages."""
 
-    def __init__(
-        self, runtime: Runtime, prompt: Sequence[int], params: Resolved, boundary: int, room: int
-    ) -> None:
+    def __init__(self, runtime: Runtime, prompt: Sequence[int], params: Resolved, boundary: int, room: int) -> None:
         self._runtime, self.prompt, self.params, self._boundary = runtime, list(prompt), params, boundary
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
         self.depth = runtime.loop.depth

@@ -10,18 +10,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .answer import Answer
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.chat import render
 from .config import Decision, EngineConfig, bind
-from .errors import BusyError, RequestError, UnsupportedError
+from .errors import BusyError, RequestError
 from .plan import MemoryPlan
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
-from .sampling.params import Resolved, SamplingParams
+from .sampling.params import SamplingParams
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -268,6 +267,9 @@ class Engine:
 
     def _render(self, checkpoint: Checkpoint, messages: list[Any], chat: dict[str, Any]) -> tuple[list[int], int]:
         assert checkpoint.tokenizer is not None and checkpoint.chat_template is not None
+        for name in ("template", "messages", "special_tokens"):
+            if name in chat:
+                raise RequestError(f"{name} is no argument of a chat template; leave it out", param=name)
         chat.setdefault("add_generation_prompt", True)
         text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)
         ids = checkpoint.tokenizer.encode(text)
@@ -276,9 +278,7 @@ class Engine:
             # where the earlier messages end, if the template renders them the same without the final one
             try:
                 chat["add_generation_prompt"] = False
-                head = render(
-                    checkpoint.chat_template, messages[:-1], special_tokens=checkpoint.special_tokens, **chat
-                )
+                head = render(checkpoint.chat_template, messages[:-1], special_tokens=checkpoint.special_tokens, **chat)
             except RequestError:
                 return ids, 0
             for a, b in zip(ids, checkpoint.tokenizer.encode(head)):
@@ -363,5 +363,3 @@ def _stats(answer: Answer, started: float) -> Stats:
         accept_lengths=tuple(answer.accept_lengths),
         run_ahead_depth=answer.depth,
     )
-
-

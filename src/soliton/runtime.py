@@ -76,31 +76,41 @@ class Runtime:
     @torch.inference_mode()
     def draft_chain(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor]:
         """``n`` greedy drafts after ``ids`` and the target's next token, and their logits float32 [n, vocab]."""
-        spec = self.checkpoint.spec
+        self._check_chain(len(ids), n)
+        return self._chain(int(self.logits(ids)[-1].argmax()), len(ids), n)
+
+    @torch.inference_mode()
+    def drafts_after(self, ids: Sequence[int], anchor: int, n: int) -> list[int]:
+        """``n`` greedy drafts after ``ids`` and ``anchor``, whatever the target would have chosen."""
+        self._check_chain(len(ids), n)
+        self.stream.clear()
+        for _ in self.prefill.read(ids, 0, len(ids)):
+            pass
+        return self._chain(anchor, len(ids), n)[0]
+
+    def _check_chain(self, length: int, n: int) -> None:
         if self.stream.draft_kv is None:
             raise UnsupportedError(
                 f"draft_chain needs the MTP layer of {self.checkpoint.name} loaded; load with speculation='nextn'"
             )
         if n < 1:
             raise RequestError(f"n is {n}; a chain has at least one draft", param="n")
-        room = self.stream.positions - len(ids)
+        room = self.stream.positions - length
         if n > room:
             raise RequestError(f"n is {n}, but only {room} positions are left after the prompt", param="n")
-        token = int(self.logits(ids)[-1].argmax())
+
+    def _chain(self, token: int, length: int, n: int) -> tuple[list[int], Tensor]:
+        """The MTP over its own outputs from the stream's boundary; it leaves entries past ``length`` behind."""
         chain: list[int] = []
         rows: list[Tensor] = []
-        length = len(ids)
-        for _ in range(n):
-            out = self.prefill.seal(token, length)
-            assert out is not None
-            tape = self.parts.tape()
-            tape.record = False
-            row = logits_of(self.weights, spec, out, tape)[0]
+        for place in range(n):
+            out = self.prefill.seal(token, length + place)
+            assert out is not None, "a chain starts after at least one token"
+            row = logits_of(self.weights, self.checkpoint.spec, out, self.parts.immediate())[0]
             rows.append(row)
             token = int(row.argmax())
             chain.append(token)
             self.stream.boundary.copy_(out.expand(2, -1))
-            length += 1
         return chain, torch.stack(rows).cpu()
 
 
@@ -144,9 +154,7 @@ def load_runtime(
     provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
     builder = Builder(provider, device, dtype, merge_experts=choices["moe"].variant == "dense")
     weights = builder.model(spec, mtp=drafts > 0)
-    stream = Stream(
-        spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype
-    )
+    stream = Stream(spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype)
     turn = turn_table(spec, positions_for(config.max_context), device)
     relay = Relay.allocate(
         rows=rows,
@@ -204,7 +212,8 @@ class _Counted:
 
 def _weight_elements(checkpoint: Checkpoint, mtp: bool) -> int:
     return sum(
-        entry.numel for role, entry in checkpoint.table.items()
+        entry.numel
+        for role, entry in checkpoint.table.items()
         if checkpoint.has(role) and (mtp or not role.startswith("mtp."))
     )
 
@@ -224,4 +233,3 @@ def _free_memory() -> dict[str, int]:
         for index in range(torch.cuda.device_count()):
             free[f"cuda:{index}"] = torch.cuda.mem_get_info(index)[0]
     return free
-

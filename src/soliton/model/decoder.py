@@ -41,8 +41,8 @@ def turn_table(spec: ModelSpec, positions: int, device: torch.device) -> Tensor 
     """float32 [positions, rope/2, 2], or None for a model without rotation. All MLA layers share one law."""
     layers = [*spec.layers, *([spec.mtp] if spec.mtp else [])]
     ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, MlaSpec)}
-    assert len(ropes) == 1, "all MLA layers share one rotary law"
-    rope = ropes.pop()
+    assert len(ropes) <= 1, "all MLA layers share one rotary law"
+    rope = ropes.pop() if ropes else None
     if rope is None:
         return None
     inverse = inverse_frequencies(

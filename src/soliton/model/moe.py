@@ -11,9 +11,7 @@ from .spec import DenseSpec, MoeSpec
 from .weights import DenseWeights, MoeWeights
 
 
-def mlp(
-    tape: Tape, w: DenseWeights | MoeWeights, spec: DenseSpec | MoeSpec, x: Tensor, rows: Tensor | None
-) -> Tensor:
+def mlp(tape: Tape, w: DenseWeights | MoeWeights, spec: DenseSpec | MoeSpec, x: Tensor, rows: Tensor | None) -> Tensor:
     """What the block adds to the residual, [R, hidden]. x: [R, hidden], normed; rows: int64 [1] live rows or None."""
     if isinstance(spec, DenseSpec):
         assert isinstance(w, DenseWeights)
@@ -38,9 +36,7 @@ def _moe(tape: Tape, w: MoeWeights, spec: MoeSpec, x: Tensor, rows: Tensor | Non
     tape.call("linear", logits, x, w.router)
     ids = tape.new(count, spec.top_k, dtype=torch.int64)
     weights = tape.new(count, spec.top_k, dtype=torch.float32)
-    tape.call(
-        "router", ids, weights, logits, w.bias, spec.groups, spec.top_groups, spec.renormalize, spec.scaling
-    )
+    tape.call("router", ids, weights, logits, w.bias, spec.groups, spec.top_groups, spec.renormalize, spec.scaling)
     tape.note("router_experts", ids)
     tape.note("router_weights", weights)
     if isinstance(w.up, Weight) and isinstance(w.down, Weight):

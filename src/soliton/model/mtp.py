@@ -11,9 +11,7 @@ from .spec import ModelSpec
 from .weights import ModelWeights
 
 
-def mtp(
-    tape: Tape, w: ModelWeights, spec: ModelSpec, ids: Tensor, hidden: Tensor, cache: Tensor, rows: Rows
-) -> Tensor:
+def mtp(tape: Tape, w: ModelWeights, spec: ModelSpec, ids: Tensor, hidden: Tensor, cache: Tensor, rows: Rows) -> Tensor:
     """The layer's normed output [R, hidden]: feeds the target's head, and the next entry of a draft chain.
 
     ids: int64 [R], the token after each entry; hidden: [R, hidden], the target's state after its final norm (inside
@@ -31,8 +29,9 @@ def mtp(
     tape.call("linear", joined, pair, w.mtp.eh)
     x = tape.new(count, size)
     tape.call("copy", x, joined[:, :size])
-    layer_forward(tape, w.mtp.layer, spec.mtp, x, Memory(windows={}, states={}, caches={spec.mtp.index: cache}), rows,
-                  spec.eps)
+    layer_forward(
+        tape, w.mtp.layer, spec.mtp, x, Memory(windows={}, states={}, caches={spec.mtp.index: cache}), rows, spec.eps
+    )
     out = tape.new(count, size)
     tape.call("norm", out, x, w.mtp.out_norm, spec.eps)
     return out

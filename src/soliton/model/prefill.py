@@ -61,7 +61,9 @@ def target_pass(
     rows = torch.tensor(ids, dtype=torch.int64, device=device)
     positions = torch.arange(start, start + real, device=device)
     live = torch.tensor([real], dtype=torch.int64, device=device)
-    where = Rows(positions=positions, live=live, turn=None if turn is None else turn[start : start + real], decode=False)
+    where = Rows(
+        positions=positions, live=live, turn=None if turn is None else turn[start : start + real], decode=False
+    )
     hidden = decoder(tape, w, spec, rows, memory(real), where)
     keep(real, real)
     return Pass(start=start, count=real, hidden=hidden, tape=tape)

@@ -1,7 +1,7 @@
 """Weights of a model, merged for few large products, built from canonical tensor roles.
 
-A provider is anything with ``tensor(role, device) -> Tensor`` and ``has(role) -> bool`` (an opened checkpoint). Matrices that
-read the same input are stacked into one; ``Slices`` says where each one's outputs are.
+A provider is anything with ``tensor(role, device) -> Tensor`` and ``has(role) -> bool`` (an opened checkpoint).
+Matrices that read the same input are stacked into one, their outputs side by side in the order the docstrings give.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from .weight import Weight
 
-# A larger row count lets the library split the inner dimension on big matrices, and with it the order of the sums
-# (seen from 256 rows on).
+# Rows of one library call, and inputs summed in one call: beyond 768 inputs torch's product on a CPU changes the order
+# of its sums with the row count and the threads (docs/log.md), in blocks of 512 it does not.
 ROW_BLOCK = 64
+INPUT_WHOLE, INPUT_BLOCK = 768, 512
 
 
 def reference(out: Tensor, x: Tensor, w: Weight) -> None:
@@ -25,10 +26,23 @@ def reference(out: Tensor, x: Tensor, w: Weight) -> None:
         if rows.shape[0] == 1:  # a tail of one row: recompute it beside its predecessor
             rows, at = x[at - 1 : at + 1], at - 1
         target = out[at : at + rows.shape[0]]
-        if out.dtype == torch.float32 == rows.dtype:
-            torch.mm(rows, w.data, out=target)
+        if out.dtype == torch.float32:
+            product(target, rows.float(), w.data)
         else:
-            target.copy_(rows.float() @ w.data.float())
+            whole = torch.empty(target.shape, dtype=torch.float32, device=out.device)
+            product(whole, rows.float(), w.data)
+            target.copy_(whole)
+
+
+def product(out: Tensor, x: Tensor, w: Tensor) -> None:
+    """out = x @ w in float32, the inputs in fixed blocks, one after the other."""
+    w = w.float()
+    if x.shape[1] <= INPUT_WHOLE:
+        torch.mm(x, w, out=out)
+        return
+    torch.mm(x[:, :INPUT_BLOCK], w[:INPUT_BLOCK], out=out)
+    for at in range(INPUT_BLOCK, x.shape[1], INPUT_BLOCK):
+        out.addmm_(x[:, at : at + INPUT_BLOCK], w[at : at + INPUT_BLOCK])
 
 
 def heads_reference(out: Tensor, x: Tensor, w: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .linear import product
 from .linear import reference as linear
 from .runs import in_runs
 from .weight import Weight
@@ -95,10 +96,13 @@ def grouped_reference(
         which = order[at : at + count]
         at += count
         index = which if count > 1 else which.repeat(2)
-        got = x[index // k].float() @ up[expert].float()
+        got = torch.empty(index.shape[0], 2 * width, dtype=torch.float32, device=x.device)
+        product(got, x[index // k].float(), up[expert])
         act = torch.empty(index.shape[0], width, dtype=torch.float32, device=x.device)
         swiglu_reference(act, got[:, :width].contiguous(), got[:, width:].contiguous(), limit)
-        pairs[which] = (act.to(x.dtype).float() @ down[expert].float())[:count]
+        result = torch.empty(index.shape[0], hidden, dtype=torch.float32, device=x.device)
+        product(result, act.to(x.dtype).float(), down[expert])
+        pairs[which] = result[:count]
     both = torch.empty(x.shape[0], shared_up.padded, dtype=torch.float32, device=x.device)
     linear(both, x, shared_up)
     inner = shared_down.inputs

@@ -18,7 +18,7 @@ from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
 from ..ops.tape import Tape
 from ..sampling import accept, law, penalties, philox
-from .verify import DRAFT, Mode
+from .verify import Mode
 
 if TYPE_CHECKING:
     from ..step.relay import Relay
@@ -52,9 +52,7 @@ def record_draft(
         tape.do("draft.pick", _pick, relay, mode, logits, spec.vocab, j)
 
 
-def record_extend(
-    tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, relay: Relay, mode: Mode
-) -> None:
+def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, relay: Relay, mode: Mode) -> None:
     """Entries of the verified rows from the target's hidden states; the next step's first draft, law and seed.
 
     Rows beyond the accepted ones write entries past the committed length, which the next chain overwrites.
@@ -120,6 +118,8 @@ def _pick(relay: Relay, mode: Mode, logits: Tensor, vocab: int, j: int) -> None:
         probs = law.distribution(row, relay.temperature, relay.top_k, relay.top_p, relay.min_p)
         place = relay.length + (j + 1)
         relay.draft_law[j : j + 1].copy_(probs)
-        relay.tokens[j + 1 : j + 2].copy_(law.pick(probs, philox.uniform(relay.generator_seed, place, DRAFT)))
+        relay.tokens[j + 1 : j + 2].copy_(
+            law.pick(probs, philox.uniform(relay.generator_seed, place, philox.STREAM_DRAFT))
+        )
     else:
         relay.tokens[j + 1 : j + 2].copy_(accept.argmax_lowest(row))

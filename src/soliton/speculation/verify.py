@@ -21,9 +21,6 @@ from ..sampling import accept, law, logprobs, penalties, philox
 if TYPE_CHECKING:
     from ..step.relay import Relay
 
-# streams of the request's generator: one draw each for a drafted token, its acceptance, and the target's own token
-DRAFT, ACCEPT, FINAL = 0, 1, 2
-
 
 @dataclass(frozen=True)
 class Mode:
@@ -85,8 +82,8 @@ def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
             relay.draft_law,
             relay.tokens[1:],
             relay.rows,
-            philox.uniform(relay.generator_seed, places, ACCEPT),
-            philox.uniform(relay.generator_seed, places, FINAL),
+            philox.uniform(relay.generator_seed, places, philox.STREAM_ACCEPT),
+            philox.uniform(relay.generator_seed, places, philox.STREAM_FINAL),
         )
     else:
         verdict = accept.greedy_chain(accept.argmax_lowest(logits), relay.tokens[1:], relay.rows)
@@ -144,5 +141,3 @@ def publish(relay: Relay) -> None:
     meta = torch.stack([relay.taken, relay.reason, relay.length, relay.rows], 1)
     relay.ring_meta.index_copy_(0, slot, meta)
     relay.step.add_(1)
-
-

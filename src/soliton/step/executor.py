@@ -27,10 +27,9 @@ class EagerExecutor:
             relay.reason.zero_()
             relay.new_tokens.fill_(-1)
         for phase in program.phases:
-            if self._early and phase.name != "publish":
-                if frozen or (phase.guard is not None and not int(phase.guard)):
-                    continue
-            phase.tape.run()
+            void = frozen or (phase.guard is not None and self._early and not int(phase.guard))
+            if not void or phase.name == "publish":
+                phase.tape.run()
 
     def _current(self) -> dict[str, int]:
         stream = {name: t.data_ptr() for name, t in self._stream.tensors().items()}

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..model.prefill import BLOCK, Pass, mtp_pass, target_pass
-from ..ops.tape import Tape
 from .program import Parts
 
 
@@ -38,7 +37,7 @@ class Prefill:
                 return
             stop = min(end, at + BLOCK, (at // self.chunk + 1) * self.chunk)
             step = target_pass(
-                lambda: self._tape(trace),
+                lambda: parts.immediate(trace),
                 parts.weights,
                 parts.spec,
                 ids[at:stop],
@@ -75,9 +74,5 @@ class Prefill:
         parts = self._parts
         assert parts.stream.draft_kv is not None
         return mtp_pass(
-            lambda: self._tape(None), parts.weights, parts.spec, ids, hidden, start, parts.stream.draft_kv, parts.turn
+            parts.immediate, parts.weights, parts.spec, ids, hidden, start, parts.stream.draft_kv, parts.turn
         )
-
-    def _tape(self, trace: dict[str, Tensor] | None) -> Tape:
-        parts = self._parts
-        return Tape(parts.choices, parts.device, parts.dtype, record=False, trace=trace)

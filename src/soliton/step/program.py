@@ -62,6 +62,10 @@ class Parts:
         """An empty recording."""
         return Tape(self.choices, self.device, self.dtype, record=True)
 
+    def immediate(self, trace: dict[str, Tensor] | None = None) -> Tape:
+        """A tape that runs at once, for ordinary code."""
+        return Tape(self.choices, self.device, self.dtype, record=False, trace=trace)
+
 
 MODES = tuple(Mode(sampled=s, processors=p) for s in (False, True) for p in (False, True))
 
@@ -87,9 +91,7 @@ def build(parts: Parts) -> dict[Mode, Program]:
         if parts.drafts:
             draft, extend = parts.tape(), parts.tape()
             assert stream.draft_kv is not None
-            nextn.record_draft(
-                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts
-            )
+            nextn.record_draft(draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts)
             nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode)
             phases.append(Phase("draft", draft, guard=relay.drafted))
         phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]

@@ -1,0 +1,257 @@
+"""The settings of an engine, and ``resolve``, which replaces every "auto" and None by a value and says why.
+
+A config is never changed after it is made. ``bind``, ``add_arguments`` and ``flags_given`` (see ``binder``) build one
+from the outside. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from soliton.binder import OTHER_VARIABLES, add_arguments, bind, check, flags_given, parse_size, setting, settings
+from soliton.errors import ConfigError, UnsupportedError
+
+__all__ = [
+    "OTHER_VARIABLES",
+    "Decision",
+    "EngineConfig",
+    "Facts",
+    "add_arguments",
+    "bind",
+    "flags_given",
+    "parse_size",
+    "resolve",
+    "settings",
+]
+
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}
+DEFAULT_STEPS = 3
+DEFAULT_MAX_CONTEXT = 8192
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine is built: which checkpoint, where, and how its steps run. Requests have SamplingParams."""
+
+    model: str = setting("checkpoint directory, name of a bundled model, or synthetic:NAME", aliases=("--model-path",))
+    draft: str | None = setting(
+        "directory of a DSpark draft that fits the model", default=None, aliases=("--speculative-draft-model-path",)
+    )
+    speculation: str = setting(
+        "how a step drafts; auto takes the model's own MTP layer where there is one",
+        default="auto",
+        choices=("auto", "off", "nextn", "dspark"),
+        aliases=("--speculative-algorithm",),
+    )
+    speculative_num_steps: int | None = setting(
+        f"drafted tokens per step; {DEFAULT_STEPS} when unset", default=None, unit="tokens", low=1, high=16
+    )
+    speculative_eagle_topk: int = setting("candidates per drafted position; a chain has exactly 1", default=1)
+    speculative_num_draft_tokens: int | None = setting(
+        "rows the target verifies per step, always speculative_num_steps + 1", default=None, unit="rows", low=2, high=17
+    )
+    device: str = setting("auto, cpu, cuda or cuda:N", default="auto")
+    dtype: str = setting(
+        "type of weights and activations", default="auto", choices=("auto", "bfloat16", "float32", "float16")
+    )
+    max_context: int | None = setting(
+        f"longest prompt plus answer; the model's own limit, at most {DEFAULT_MAX_CONTEXT}, when unset",
+        default=None,
+        unit="tokens",
+        low=2,
+        aliases=("--context-length",),
+    )
+    run_ahead: int = setting("steps in flight before the oldest one is read", default=2, unit="steps", low=0, high=4)
+    prefix_reuse: str = setting(
+        "reuse of earlier prompts; exact equals a cold run byte for byte",
+        default="fast",
+        choices=("fast", "exact", "off"),
+    )
+    memory_budget: int | str | None = setting(
+        "memory for weights, context and checkpoints together; nine tenths of what is free when unset",
+        default=None,
+        unit="bytes",
+        low=0,
+    )
+    checkpoint_budget: int | str | None = setting(
+        "memory for prefix checkpoints; 256MiB on a CPU and 2GiB on a GPU when unset", default=None, unit="bytes", low=0
+    )
+    prefill_chunk: int = setting(
+        "prompt tokens computed at once; prompts are cut at absolute multiples of it",
+        default=512,
+        unit="tokens",
+        low=1,
+        high=65536,
+        aliases=("--chunked-prefill-size",),
+    )
+    threads: int | None = setting("torch threads on a CPU; left as found when unset", default=None, low=1, high=1024)
+    seed: int | None = setting(
+        "seed of sampled requests that bring none; drawn afresh for each when unset",
+        default=None,
+        low=0,
+        high=2**63 - 1,
+        aliases=("--random-seed",),
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not self.model:
+            raise ConfigError("model is empty: name a checkpoint directory or a bundled model")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device = {self.device!r}: expected auto, cpu, cuda or cuda:N")
+        if self.speculative_eagle_topk != 1:
+            raise ConfigError(
+                f"speculative_eagle_topk = {self.speculative_eagle_topk}: only 1 is possible. Soliton drafts a chain: "
+                "a chain has one accepted prefix, so recurrent state can be staged by position; a tree of candidates "
+                "would need a state per branch"
+            )
+        steps, rows = self.speculative_num_steps, self.speculative_num_draft_tokens
+        if steps is not None and rows is not None and rows != steps + 1:
+            raise ConfigError(
+                f"speculative_num_draft_tokens = {rows} contradicts speculative_num_steps = {steps}: a chain verifies "
+                f"its drafts and the token before them, {steps + 1} rows; leave one of the two unset"
+            )
+        if self.speculation == "off":
+            for key in ("draft", "speculative_num_steps", "speculative_num_draft_tokens"):
+                if getattr(self, key) is not None:
+                    raise ConfigError(f"{key} = {getattr(self, key)!r} contradicts speculation = 'off': leave one out")
+        if self.speculation == "nextn" and self.draft is not None:
+            raise ConfigError(
+                f"draft = {self.draft!r} contradicts speculation = 'nextn', which drafts with the model's own MTP "
+                "layer: use speculation = 'dspark', or leave draft out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What ``resolve`` must know of the checkpoint and the machine; the engine measures it."""
+
+    model: str  # the checkpoint, as messages name it
+    has_mtp: bool
+    max_position: int
+    has_draft: bool = False  # a DSpark draft was read and fits the model
+    cuda_devices: int = 0
+    free_memory: Mapping[str, int] = field(default_factory=dict)  # bytes free now, by "cpu", "cuda:0", ...
+    torch_threads: int = 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One value that ``resolve`` chose."""
+
+    key: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value}: {self.reason}"
+
+
+def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Decision]]:
+    """A new config without "auto" (None stays only where the reason says so), and each choice with its reason."""
+    decided: list[Decision] = []
+
+    def decide(key: str, value: Any, reason: str) -> Any:
+        decided.append(Decision(key, value, reason))
+        return value
+
+    device = config.device
+    if device == "auto":
+        found = facts.cuda_devices
+        device = decide(
+            "device", "cuda:0" if found else "cpu", f"{found} CUDA devices found" if found else "no CUDA device found"
+        )
+    elif device == "cuda":
+        device = decide("device", "cuda:0", "the first CUDA device")
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and int(index) >= facts.cuda_devices:
+        raise ConfigError(f"device = {config.device!r}: this machine has {facts.cuda_devices} CUDA devices; use cpu")
+
+    dtype = config.dtype
+    if dtype == "auto":
+        reason = "the default on a CPU" if kind == "cpu" else "the checkpoint's own type"
+        dtype = decide("dtype", DTYPES[kind][0], reason)
+    if dtype not in DTYPES[kind]:
+        raise UnsupportedError(
+            f"dtype = {dtype!r} is not supported on {kind}: the models are trained in bfloat16, whose range {dtype} "
+            f"does not have; use {' or '.join(DTYPES[kind])}"
+        )
+
+    speculation = _resolve_speculation(config, facts, decide)
+    steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
+    if speculation == "nextn":
+        if steps is None:
+            steps = DEFAULT_STEPS if rows is None else rows - 1
+            reason = "the default" if rows is None else f"speculative_num_draft_tokens = {rows} less one"
+            decide("speculative_num_steps", steps, reason)
+        if rows is None:
+            rows = decide("speculative_num_draft_tokens", steps + 1, "the drafts and the token before them")
+    elif speculation == "off" and (steps is not None or rows is not None):
+        key = "speculative_num_steps" if steps is not None else "speculative_num_draft_tokens"
+        raise ConfigError(f"{key} is set, but {facts.model} has no MTP layer to draft with: leave it out")
+
+    max_context = config.max_context
+    if max_context is None:
+        reason = "the model's own limit"
+        if facts.max_position > DEFAULT_MAX_CONTEXT:
+            reason = f"the default; the model could take {facts.max_position}"
+        max_context = decide("max_context", min(facts.max_position, DEFAULT_MAX_CONTEXT), reason)
+    elif max_context > facts.max_position:
+        raise ConfigError(f"max_context = {max_context}: {facts.model} goes to {facts.max_position} tokens")
+
+    memory = parse_size(config.memory_budget, "memory_budget")
+    if memory is None:
+        free = facts.free_memory.get(device)
+        if free is None:
+            decide("memory_budget", None, f"free memory on {device} is not known, so the plan has no limit")
+        else:
+            memory = decide("memory_budget", free * 9 // 10, f"nine tenths of the {free} bytes free on {device}")
+    checkpoints = parse_size(config.checkpoint_budget, "checkpoint_budget")
+    if checkpoints is None:
+        checkpoints = 256 * MIB if kind == "cpu" else 2048 * MIB
+        decide("checkpoint_budget", checkpoints, f"the default on {kind}")
+
+    threads = config.threads
+    if kind == "cpu" and threads is None:
+        threads = decide("threads", facts.torch_threads, "torch's own setting, left as found")
+    elif kind == "cuda" and threads is None:
+        decide("threads", None, "no work of a step runs on the CPU")
+    if config.seed is None:
+        decide("seed", None, "drawn afresh for each request that brings none")
+
+    new = dataclasses.replace(
+        config,
+        device=device,
+        dtype=dtype,
+        speculation=speculation,
+        speculative_num_steps=steps,
+        speculative_num_draft_tokens=rows,
+        max_context=max_context,
+        memory_budget=memory,
+        checkpoint_budget=checkpoints,
+        threads=threads,
+    )
+    return new, decided
+
+
+def _resolve_speculation(config: EngineConfig, facts: Facts, decide: Callable[[str, Any, str], Any]) -> str:
+    speculation = config.speculation
+    if speculation == "auto":
+        if config.draft is not None:
+            speculation = decide("speculation", "dspark", f"draft = {config.draft!r} is given")
+        elif facts.has_mtp:
+            speculation = decide("speculation", "nextn", f"{facts.model} has an MTP layer")
+        else:
+            speculation = decide("speculation", "off", f"{facts.model} has no MTP layer and no draft is given")
+    if speculation == "nextn" and not facts.has_mtp:
+        raise ConfigError(f"speculation = 'nextn': {facts.model} has no MTP layer; use speculation = 'off'")
+    if speculation == "dspark" and not facts.has_draft:
+        raise UnsupportedError(
+            "speculation = 'dspark': DSpark drafts are not in this version yet; use 'nextn' or 'off' and no draft"
+        )
+    return speculation
