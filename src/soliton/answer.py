@@ -127,14 +127,16 @@ class Answer:
                 return
         raise AssertionError("the loop ended without a finish code")
 
-    def finish(self) -> None:
-        """Freeze and drain what is in flight; checkpoint the answer's end where that is useful."""
+    def finish(self, *, save: bool) -> None:
+        """Freeze and drain what is in flight; checkpoint the answer's end where that is useful and ``save`` allows
+        (a step that was interrupted leaves no state worth keeping)."""
         if not self._running:
             return
         self._running = False
         for step in self._runtime.loop.drain():
             self._take(step)
-        if self._runtime.config.prefix_reuse == "fast" and not self._cut:
+        if save and self._runtime.config.prefix_reuse == "fast" and not self._cut:
+            assert int(self._runtime.relay.length) == len(self._committed) - 1
             with torch.inference_mode():
                 self._runtime.tree.save(self._committed[:-1], self._runtime.stream)
 
@@ -142,6 +144,7 @@ class Answer:
         """Restore the longest usable checkpoint and read the rest up to the last token; False if aborted."""
         runtime, prompt = self._runtime, self.prompt
         mode, end = runtime.config.prefix_reuse, len(prompt) - 1
+        runtime.hold_threads()
         with torch.inference_mode():
             runtime.stream.clear()
             node = None

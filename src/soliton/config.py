@@ -66,7 +66,13 @@ class EngineConfig:
         low=2,
         aliases=("--context-length",),
     )
-    run_ahead: int = setting("steps in flight before the oldest one is read", default=2, unit="steps", low=0, high=4)
+    run_ahead: int | None = setting(
+        "steps in flight before the oldest one is read; 2 on a GPU and 0 on a CPU when unset",
+        default=None,
+        unit="steps",
+        low=0,
+        high=4,
+    )
     prefix_reuse: str = setting(
         "reuse of earlier prompts; exact equals a cold run byte for byte",
         default="fast",
@@ -216,6 +222,12 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         checkpoints = 256 * MIB if kind == "cpu" else 2048 * MIB
         decide("checkpoint_budget", checkpoints, f"the default on {kind}")
 
+    depth = config.run_ahead
+    if depth is None:
+        if kind == "cpu":
+            depth = decide("run_ahead", 0, "a CPU runs the step and the host in turn: reading late would only delay")
+        else:
+            depth = decide("run_ahead", 2, "the default: a host stall of a step or two never reaches the GPU")
     threads = config.threads
     if kind == "cpu" and threads is None:
         threads = decide("threads", facts.torch_threads, "torch's own setting, left as found")
@@ -232,6 +244,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         speculative_num_steps=steps,
         speculative_num_draft_tokens=rows,
         max_context=max_context,
+        run_ahead=depth,
         memory_budget=memory,
         checkpoint_budget=checkpoints,
         threads=threads,

@@ -95,7 +95,7 @@ class Engine:
         device: str = "auto",
         dtype: str = "auto",
         max_context: int | None = None,
-        run_ahead: int = 2,
+        run_ahead: int | None = None,
         prefix_reuse: str = "fast",
         memory_budget: int | str | None = None,
         **settings: Any,
@@ -314,6 +314,7 @@ class Engine:
     def _pieces(self, answer: Answer) -> Iterator[Piece]:
         started = time.perf_counter()
         held = self._alone()
+        clean = False
         try:
             self._abort.clear()
             for block in answer.run(self._abort.is_set):
@@ -327,9 +328,15 @@ class Engine:
                         finish_reason=block.finish_reason,
                         stats=_stats(answer, started),
                     )
+            clean = True
+        except GeneratorExit:
+            clean = True  # the reader left between two steps
+            raise
         finally:
-            answer.finish()
-            held.release()
+            try:
+                answer.finish(save=clean)
+            finally:
+                held.release()
 
 
 class _Held:

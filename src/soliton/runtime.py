@@ -17,6 +17,7 @@ from .context.stream import positions_for
 from .errors import RequestError, UnsupportedError
 from .model.decoder import turn_table
 from .model.prefill import logits_of
+from .model.spec import ModelSpec
 from .model.weights import Builder, ModelWeights, expert_elements, state_elements
 from .ops.select import Choice, choose
 from .ops.select import Facts as OpFacts
@@ -59,6 +60,12 @@ class Runtime:
         """The relay."""
         return self.parts.relay
 
+    def hold_threads(self) -> None:
+        """Go back to the engine's thread count, with which its bits were made, if somebody changed torch's."""
+        threads = self.config.threads
+        if self.parts.device.type == "cpu" and threads is not None and torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
     def reseeded(self, params: Resolved) -> Resolved:
         """``params`` with the engine's own seed, for a request that brought none."""
         assert self.config.seed is not None
@@ -67,6 +74,7 @@ class Runtime:
     @torch.inference_mode()
     def logits(self, ids: Sequence[int], trace: dict[str, Tensor] | None = None) -> Tensor:
         """float32 [T, vocab] on the CPU after each of ``ids``, from an empty stream."""
+        self.hold_threads()
         self.stream.clear()
         spec = self.checkpoint.spec
         passes = self.prefill.read(ids, 0, len(ids), trace=trace)
@@ -83,6 +91,7 @@ class Runtime:
     def drafts_after(self, ids: Sequence[int], anchor: int, n: int) -> list[int]:
         """``n`` greedy drafts after ``ids`` and ``anchor``, whatever the target would have chosen."""
         self._check_chain(len(ids), n)
+        self.hold_threads()
         self.stream.clear()
         for _ in self.prefill.read(ids, 0, len(ids)):
             pass
@@ -114,43 +123,63 @@ class Runtime:
         return chain, torch.stack(rows).cpu()
 
 
+def settle(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, list[Decision]]:
+    """The config as it will hold on this machine, and what was decided."""
+    facts = Facts(
+        model=checkpoint.name,
+        has_mtp=checkpoint.spec.mtp is not None,
+        max_position=checkpoint.spec.max_position,
+        cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        free_memory=_free_memory(),
+        torch_threads=torch.get_num_threads(),
+    )
+    return resolve(config, facts)
+
+
+def plan_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
+    """The plan of a settled config; MemoryPlanError when it is over the budget."""
+    drafts = config.speculative_num_steps or 0
+    budget, kept = config.memory_budget, config.checkpoint_budget
+    assert config.max_context is not None and not isinstance(budget, str) and isinstance(kept, int)
+    return make_plan(
+        checkpoint.spec,
+        weight_elements=_weight_elements(checkpoint, drafts > 0),
+        rows=max(drafts + 1, 2),
+        drafts=drafts,
+        max_context=config.max_context,
+        checkpoints=kept if config.prefix_reuse != "off" else 0,
+        budget=budget,
+        device=torch.device(config.device),
+        dtype=DTYPES[config.dtype],
+    )
+
+
+def choose_ops(config: EngineConfig, spec: ModelSpec) -> dict[str, Choice]:
+    """The op variants of a settled config."""
+    return choose(
+        OpFacts(
+            device=torch.device(config.device),
+            dtype=DTYPES[config.dtype],
+            expert_elements=expert_elements(spec),
+            state_elements=state_elements(spec),
+        )
+    )
+
+
 def load_runtime(
     config: EngineConfig, checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None
 ) -> Runtime:
     """Resolve, plan, then read weights and build the programs."""
     spec = checkpoint.spec
-    facts = Facts(
-        model=checkpoint.name,
-        has_mtp=spec.mtp is not None,
-        max_position=spec.max_position,
-        cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        free_memory=_free_memory(),
-        torch_threads=torch.get_num_threads(),
-    )
-    config, decisions = resolve(config, facts)
+    config, decisions = settle(config, checkpoint)
+    plan = plan_memory(config, checkpoint)
+    choices = choose_ops(config, spec)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    drafts = config.speculative_num_steps or 0
+    drafts, kept = config.speculative_num_steps or 0, config.checkpoint_budget
     rows = max(drafts + 1, 2)
-    assert config.max_context is not None
-    budget, kept = config.memory_budget, config.checkpoint_budget
-    assert not isinstance(budget, str) and isinstance(kept, int)
-    plan = make_plan(
-        spec,
-        weight_elements=_weight_elements(checkpoint, drafts > 0),
-        rows=rows,
-        drafts=drafts,
-        max_context=config.max_context,
-        checkpoints=kept if config.prefix_reuse != "off" else 0,
-        budget=budget,
-        device=device,
-        dtype=dtype,
-    )
+    assert config.max_context is not None and config.run_ahead is not None and isinstance(kept, int)
     if device.type == "cpu" and config.threads is not None:
-        torch.set_num_threads(config.threads)
-    op_facts = OpFacts(
-        device=device, dtype=dtype, expert_elements=expert_elements(spec), state_elements=state_elements(spec)
-    )
-    choices = choose(op_facts)
+        torch.set_num_threads(config.threads)  # before the first product
     provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
     builder = Builder(provider, device, dtype, merge_experts=choices["moe"].variant == "dense")
     weights = builder.model(spec, mtp=drafts > 0)

@@ -243,6 +243,7 @@ class TestResolve:
             speculative_num_steps=3,
             speculative_num_draft_tokens=4,
             max_context=8192,
+            run_ahead=0,
             memory_budget=900,
             checkpoint_budget=256 << 20,
             threads=1,

@@ -130,7 +130,10 @@ class CheckpointTree:
 
     def _make_room(self, node: Saved) -> bool:
         """Evict leaves outside the new node's path until it fits; False if it cannot."""
-        keep = set(map(id, self._path(node)))
+        path = self._path(node)
+        if sum(part.nbytes for part in path) > self.budget:
+            return False  # whatever was evicted, it would not fit
+        keep = set(map(id, path))
         while self.used_bytes + node.nbytes > self.budget:
             leaves = [n for n in self._nodes(self._root) if not n.children and n.parent and id(n) not in keep]
             if not leaves:

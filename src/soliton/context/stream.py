@@ -14,9 +14,9 @@ from torch import Tensor
 from ..model.decoder import Memory
 from ..model.kda import channels
 from ..model.spec import KdaSpec, MlaSpec, ModelSpec
+from ..ops.mla import BLOCK
 
 ROWS_MAX = 32  # most rows of a step; KV has that many positions of slack past max_context
-_BLOCK = 64  # the attention reads whole blocks of this many positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Sizes:
 
 def positions_for(max_context: int) -> int:
     """KV positions kept for ``max_context`` tokens: slack for a last step's rows, then up to a whole block."""
-    return -(-(max_context + ROWS_MAX) // _BLOCK) * _BLOCK
+    return -(-(max_context + ROWS_MAX) // BLOCK) * BLOCK
 
 
 class Stream:

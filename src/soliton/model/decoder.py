@@ -55,7 +55,7 @@ def layer_forward(
     tape: Tape, w: LayerWeights, layer: LayerSpec, x: Tensor, memory: Memory, rows: Rows, eps: float
 ) -> None:
     """One layer, added into the residual x[R, hidden] in place."""
-    index = layer.index
+    index = tape.scope = layer.index
     normed = tape.new(*x.shape)
     tape.call("norm", normed, x, w.input_norm, eps)
     live = rows.live if rows.decode else None
@@ -66,14 +66,14 @@ def layer_forward(
         assert isinstance(w.mixer, MlaWeights)
         cache = memory.caches[index]
         delta = mla(tape, w.mixer, layer.mixer, normed, cache, rows.positions, rows.live, rows.turn)
-    tape.note(f"attn.{index}", delta)
+    tape.note("attn", delta)
     tape.call("add", x, delta)
     normed = tape.new(*x.shape)
     tape.call("norm", normed, x, w.post_norm, eps)
     delta = mlp(tape, w.mlp, layer.mlp, normed, live)
-    tape.note(f"mlp.{index}", delta)
+    tape.note("mlp", delta)
     tape.call("add", x, delta)
-    tape.note(f"resid.{index}", x)
+    tape.note("resid", x)
 
 
 def decoder(

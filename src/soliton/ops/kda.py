@@ -27,10 +27,14 @@ def conv_reference(out: Tensor, window: Tensor, weight: Tensor) -> None:
     weight[W-1] meets the current row. Sums in tap order in float32; rounded once to out's dtype.
     """
     rows = out.shape[0]
-    acc = window[:rows].float() * weight[0]
+    acc = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+    window = window.float()
+    torch.mul(window[:rows], weight[0], out=acc)
     for tap in range(1, weight.shape[0]):
-        acc.addcmul_(window[tap : tap + rows].float(), weight[tap])
-    out.copy_(in_runs(torch.ops.aten.silu_, acc))
+        acc.addcmul_(window[tap : tap + rows], weight[tap])
+    in_runs(torch.ops.aten.silu_, acc)
+    if acc is not out:
+        out.copy_(acc)
 
 
 def gates_reference(
@@ -118,8 +122,14 @@ def commit_reference(states: Tensor, window: Tensor, taken: Tensor) -> None:
     states: [R+1, layers, n, K, V], slot 0 committed, slot i the state after i rows; window: [W-1+R, layers, C], its
     first W-1 rows the committed tail, then the step's rows; taken: int64 [1] in 0..R.
     """
-    states[0].copy_(states.index_select(0, taken)[0])
     tail = window.shape[0] - states.shape[0] + 1
+    if states.device.type == "cpu":  # the count is in host memory: one copy instead of two
+        count = int(taken)
+        if count:
+            states[0].copy_(states[count])
+            window[:tail].copy_(window[count : count + tail].clone())
+        return
+    states[0].copy_(states.index_select(0, taken)[0])
     window[:tail].copy_(window.index_select(0, torch.arange(tail, device=window.device) + taken))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .runs import in_runs, sigmoid_rows
 
-BLOCK = 64
+BLOCK = 128
 
 
 def store_reference(cache: Tensor, latent: Tensor, key: Tensor, positions: Tensor) -> None:
@@ -43,8 +43,9 @@ def attend_reference(out: Tensor, q: Tensor, cache: Tensor, positions: Tensor, r
     for b in range(0, span, BLOCK):
         torch.mm(table[b : b + BLOCK], q_t, out=scores_t[b : b + BLOCK])
     scores = scores_t.t().contiguous().mul_(scale)
-    hidden = torch.arange(span, device=q.device) > positions.clamp_max(end - 1).unsqueeze(1)
-    scores.view(-1, heads, span).masked_fill_(hidden.unsqueeze(1), float("-inf"))
+    first = int(positions[0]) // BLOCK * BLOCK  # every row sees all of the blocks before
+    hidden = torch.arange(first, span, device=q.device) > positions.clamp_max(end - 1).unsqueeze(1)
+    scores.view(-1, heads, span)[..., first:].masked_fill_(hidden.unsqueeze(1), float("-inf"))
     weights = in_runs(torch.exp_, scores.sub_(scores.amax(-1, keepdim=True)))
     # cumsum runs in order, so blocks of zeros at the end leave the total as it was
     total = weights.view(wide, blocks, BLOCK).sum(-1).cumsum(-1)[:, -1:]

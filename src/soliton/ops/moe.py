@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .linear import product
 from .linear import reference as linear
-from .runs import in_runs
+from .runs import silu_rows
 from .weight import Weight
 
 
@@ -19,7 +19,7 @@ def swiglu_reference(out: Tensor, gate: Tensor, up: Tensor, limit: float) -> Non
 
     All [R, width]; float32 inside (silu is not rounded before the product), one rounding to out's dtype.
     """
-    g = in_runs(torch.ops.aten.silu_, gate.float().clone(memory_format=torch.contiguous_format))
+    g = silu_rows(gate)
     up = up.float()
     if limit:
         g.clamp_max_(limit)

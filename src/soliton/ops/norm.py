@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .runs import in_runs
@@ -14,11 +13,17 @@ def reference(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
 
     x: [R, H] (or [..., H]) any float dtype; weight: [H] float32.
     """
-    normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    x = x.float()
     if out.dtype == torch.float32:
-        torch.mul(normed, weight, out=out)
+        torch.mul(x, inverse_rms(x, eps), out=out).mul_(weight)
     else:
-        out.copy_(normed * weight)
+        out.copy_((x * inverse_rms(x, eps)).mul_(weight))
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, kept as one column. Five small calls: torch's own makes twice
+    as many."""
+    return (x * x).sum(-1, keepdim=True).mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
 
 
 def add_reference(x: Tensor, delta: Tensor) -> None:
@@ -34,8 +39,9 @@ def gated_reference(out: Tensor, o: Tensor, gate: Tensor, weight: Tensor, eps: f
 
     o, gate: [R, n, V]; weight: [V] float32. Norm first, gate second; all in float32, rounded once.
     """
-    normed = F.rms_norm(o.float(), o.shape[-1:], weight, eps)
-    opened = in_runs(torch.sigmoid_, gate.reshape(gate.shape[0], -1).float().clone()).view(o.shape)
+    o = o.float()
+    opened = in_runs(torch.sigmoid_, gate.to(torch.float32, copy=True, memory_format=torch.contiguous_format))
+    normed = (o * inverse_rms(o, eps)).mul_(weight)
     if out.dtype == torch.float32:
         torch.mul(normed, opened, out=out)
     else:

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+# channels whose pairs fill the two vectors of complex numbers that torch's loop takes at a time
+WHOLE = 32
+
 
 def inverse_frequencies(
     dim: int,
@@ -40,10 +43,18 @@ def reference(out: Tensor, x: Tensor, turn: Tensor | None) -> None:
     """Rotate pairs (2j, 2j+1) of x[R, n, dim] by turn[R, dim/2, 2] = (cos, sin); None copies (NoPE).
 
     float32 inside, one rounding to out's dtype. Pairs stay in place (the adjacent-pair layout of the checkpoints).
+    A complex product is one call instead of a dozen, but a CPU rounds it otherwise in a vector than in a vector's
+    tail: with pairs that do not fill whole vectors a row's bits would depend on its place, so those take real products.
     """
     if turn is None:
         out.copy_(x)
         return
-    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
-    turned = torch.view_as_real(pairs * torch.view_as_complex(turn).unsqueeze(1)).flatten(-2)
-    out.copy_(turned)
+    if x.shape[-1] % WHOLE == 0:
+        pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+        out.copy_(torch.view_as_real(pairs * torch.view_as_complex(turn).unsqueeze(1)).flatten(-2))
+        return
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = turn.unsqueeze(1).unbind(-1)
+    target = out.unflatten(-1, (-1, 2))
+    target[..., 0] = first * cos - second * sin
+    target[..., 1] = second * cos + first * sin

@@ -20,13 +20,13 @@ def reference(
 ) -> None:
     """Choose experts: ids int64 [R, k] by descending biased score, weights float32 [R, k] in the same order.
 
-    logits: float32 [R, E_padded], experts first; bias: float32 [E]. score = sigmoid(logit); choice = score + bias;
-    a group's worth is the sum of its two best choices; the best ``top_groups`` groups stay, others are excluded with
-    -inf (a biased score may be negative); the k best choices win, ties to the lower index (groups too).
-    weight = score / (sum of chosen scores + 1e-20) * scaling, the sum in slot order.
+    logits: float32 [R, E_padded], experts first, overwritten; bias: float32 [E]. score = sigmoid(logit); choice =
+    score + bias; a group's worth is the sum of its two best choices; the best ``top_groups`` groups stay, others are
+    excluded with -inf (a biased score may be negative); the k best choices win, ties to the lower index (groups too).
+    weight = score / (sum of chosen scores + 1e-20) * scaling.
     """
     experts, k = bias.shape[0], ids.shape[1]
-    score = in_runs(torch.sigmoid_, logits.clone())[:, :experts]
+    score = in_runs(torch.sigmoid_, logits)[:, :experts]
     choice = score + bias
     if groups > 1:
         by_group = choice.view(choice.shape[0], groups, -1)
@@ -37,8 +37,5 @@ def reference(
     ids.copy_(choice.sort(dim=-1, descending=True, stable=True).indices[:, :k])
     chosen = score.gather(1, ids)
     if renormalize:
-        total = chosen[:, :1].clone()
-        for slot in range(1, k):
-            total.add_(chosen[:, slot : slot + 1])
-        chosen = chosen / total.add_(1e-20)
+        chosen = chosen / chosen.sum(-1, keepdim=True).add_(1e-20)
     torch.mul(chosen, scaling, out=weights)

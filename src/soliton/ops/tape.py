@@ -49,6 +49,7 @@ class Tape:
         assert not (record and trace is not None), "a trace needs values, a recording has none"
         self.choices, self.device, self.dtype, self.record = choices, device, dtype, record
         self.entries: list[Entry] = []
+        self.scope: int | None = None  # the layer being computed, part of the names of notes
         self._trace = trace
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -77,9 +78,9 @@ class Tape:
             entry.function(*entry.args)
 
     def note(self, name: str, value: Tensor) -> None:
-        """Keep a copy of an intermediate for a trace; free when nobody asked."""
+        """Keep a copy of an intermediate for a trace as ``name.layer``; free when nobody asked."""
         if self._trace is not None:
-            self._trace[name] = value.detach().clone()
+            self._trace[name if self.scope is None else f"{name}.{self.scope}"] = value.detach().clone()
 
     def dump(self) -> list[str]:
         """The recording in words, one line a call: equal dumps mean an equal step."""

@@ -89,7 +89,8 @@ def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
         verdict = accept.greedy_chain(accept.argmax_lowest(logits), relay.tokens[1:], relay.rows)
     relay.new_tokens.copy_(verdict.tokens)
     _cut(relay, verdict.n_accepted + 1)
-    penalties.commit_counts(relay.counts, relay.new_tokens, relay.taken - 1)
+    if mode.processors:  # nothing else reads the counts
+        penalties.commit_counts(relay.counts, relay.new_tokens, relay.taken - 1)
     _log(relay, raw)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..context.stream import Stream
 from .program import Program
 from .relay import Relay
@@ -17,6 +19,7 @@ class EagerExecutor:
         self._relay, self._stream, self._early = relay, stream, early
         self._addresses = self._current()
 
+    @torch.inference_mode()
     def launch(self, program: Program) -> None:
         """Run one step."""
         assert self._addresses == self._current(), "a relay or stream buffer moved since the program was built"

@@ -1,0 +1,103 @@
+"""The command ``soliton``: finds the command, reads its flags, and turns every refusal into one line and exit code 2.
+
+Each command is a module of ``commands`` with ``add_flags(parser)`` and ``run(args)``; only the one that was named is
+imported, and torch not before its flags are known to be good, so that help and refusals come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .errors import ConfigError, SolitonError, nearest
+
+COMMANDS = {
+    "generate": "continue a prompt and stream the text",
+    "chat": "talk with a model, with a history",
+    "doctor": "this machine, and how a model would run on it",
+    "conform": "compare the engine with reference outputs, quantity by quantity",
+}
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses by ConfigError instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def version() -> str:
+    """The installed version, or "unknown" for a bare source tree."""
+    try:
+        return importlib.metadata.version("soliton")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def parser_for(command: str) -> Parser:
+    """The parser of one command."""
+    module = importlib.import_module(f"soliton.commands.{command}")
+    parser = Parser(prog=f"soliton {command}", description=module.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    module.add_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 (checks failed), 2 (bad input), 130 (Ctrl-C), 141 (reader gone)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(words)
+    except SolitonError as error:
+        # A message may quote a file; one line is what a caller can read back.
+        print(f"soliton: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read stdout left. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] not in COMMANDS:
+        return _without_command(words)
+    command, rest = words[0], words[1:]
+    parser = parser_for(command)
+    # Settings may stand between MODEL and PROMPT, which plain parsing does not allow for optional arguments.
+    args, unknown = parser.parse_known_intermixed_args(rest)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise ConfigError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], flags)}")
+    code = importlib.import_module(f"soliton.commands.{command}").run(args)
+    sys.stdout.flush()
+    return int(code)
+
+
+def _without_command(words: list[str]) -> int:
+    listed = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    parser = Parser(
+        prog="soliton",
+        usage="soliton COMMAND ...",
+        description=f"Decodes one stream of a language model.\n\ncommands:\n{listed}",
+        epilog="soliton COMMAND --help lists its settings.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"soliton {version()}")
+    if not words:
+        parser.print_help(sys.stderr)
+        return BAD_INPUT
+    if not words[0].startswith("-"):
+        known = ", ".join(COMMANDS)
+        raise ConfigError(f"no command {words[0]!r}{nearest(words[0], COMMANDS)}; the commands are {known}")
+    parser.parse_args(words)
+    return BAD_INPUT
