@@ -11,6 +11,7 @@ of the checkpoint's owner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -73,25 +74,37 @@ def l2norm_reference(out: Tensor, x: Tensor, eps: float, scale: float) -> None:
     torch.mul(x, inverse, out=out)
 
 
+class RowViews:
+    """The rows of a recurrence's operands, each in the shape in which ``recur`` uses it."""
+
+    def __init__(self, o: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> None:
+        self.columns, self.weights = k.unsqueeze(-1).unbind(0), decay.unsqueeze(-1).unbind(0)
+        self.values, self.strengths, self.outputs = v.unbind(0), beta.unsqueeze(-1).unbind(0), o.unbind(0)
+
+
+def recur(
+    views: RowViews, reads: Sequence[Tensor], qk: Sequence[Tensor], before: Sequence[Tensor], after: Sequence[Tensor]
+) -> None:
+    """The recurrence over rows, row r from before[r] into after[r] (the same tensor: in place).
+
+    The decay is folded into k and q (reads[r] [n, 2, K] = (k, q) * decay), so that one pass over the old state gives
+    both S^T k and S^T q, and o = S^T q + (q.k) u needs no pass over the new one.
+    """
+    for r in range(len(before)):
+        read = torch.bmm(reads[r], before[r])
+        u = (views.values[r] - read[:, 0]).mul_(views.strengths[r])
+        torch.mul(before[r], views.weights[r], out=after[r])
+        after[r].baddbmm_(views.columns[r], u.unsqueeze(1))
+        torch.addcmul(read[:, 1], qk[r], u, out=views.outputs[r])
+
+
 def _recur(
     o: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, before: list[Tensor], after: list[Tensor]
 ) -> None:
-    """The recurrence over rows, row r from before[r] into after[r] (the same list: in place).
-
-    The decay is folded into k and q, so that one pass over the old state gives both S^T k and S^T q, and
-    o = S^T q + (q.k) u needs no pass over the new one.
-    """
     rows = len(before)
     reads = torch.stack([k[:rows], q[:rows]], 2).mul_(decay[:rows].unsqueeze(2)).unbind(0)
     qk = (q[:rows] * k[:rows]).sum(-1, keepdim=True).unbind(0)
-    columns, weights = k.unsqueeze(-1).unbind(0), decay.unsqueeze(-1).unbind(0)
-    values, strengths, outputs = v.unbind(0), beta.unsqueeze(-1).unbind(0), o.unbind(0)
-    for r in range(rows):
-        read = torch.bmm(reads[r], before[r])
-        u = (values[r] - read[:, 0]).mul_(strengths[r])
-        torch.mul(before[r], weights[r], out=after[r])
-        after[r].baddbmm_(columns[r], u.unsqueeze(1))
-        torch.addcmul(read[:, 1], qk[r], u, out=outputs[r])
+    recur(RowViews(o, k, v, decay, beta), reads, qk, before, after)
 
 
 def chain_reference(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import embed, kda, linear, mla, moe, norm, rope, router
+from . import bound, embed, kda, linear, mla, moe, norm, rope, router
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +27,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A chosen variant of an op: its callable, its name and the reason in words."""
+    """A chosen variant of an op: its callable, its name and the reason in words.
+
+    ``bind``: takes the call's arguments once, when a tape records them, and returns the call itself with its views
+    and scratch made beforehand; same bits as ``function``. None: the arguments are kept as they are.
+    """
 
     op: str
     variant: str
     function: Callable[..., Any]
     reason: str
+    bind: Callable[..., Callable[[], Any]] | None = None
 
 
 def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -45,6 +50,18 @@ DENSE_EXPERTS_LIMIT = 2_000_000
 SWEEP_STATE_LIMIT = 262_144
 
 _ONLY = "the reference is the only variant so far"
+_READY = "the reference, its views and scratch made when a step is recorded"
+_BOUND: dict[str, Callable[..., Callable[[], Any]]] = {
+    "linear": bound.linear,
+    "linear.heads": bound.heads,
+    "router": bound.route,
+    "kda.gates": bound.gates,
+    "kda.l2norm": bound.l2norm,
+    "norm": bound.norm,
+    "kda.conv": bound.conv,
+    "kda.chain": bound.chain,
+    "kda.norm": bound.gated_norm,
+}
 _PLAIN: dict[str, Callable[..., Any]] = {
     "copy": _copy,
     "embed": embed.reference,
@@ -69,10 +86,14 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 
 def choose(facts: Facts) -> dict[str, Choice]:
     """One Choice for every op, for a model and device described by ``facts``."""
-    chosen = {op: Choice(op, "reference", function, _ONLY) for op, function in _PLAIN.items()}
+    ready = _BOUND if facts.device.type == "cpu" and facts.dtype == torch.float32 else {}
+    chosen = {
+        op: Choice(op, "reference", function, _READY if op in ready else _ONLY, ready.get(op))
+        for op, function in _PLAIN.items()
+    }
     if facts.expert_elements and facts.expert_elements <= DENSE_EXPERTS_LIMIT and facts.device.type == "cpu":
         reason = f"{facts.expert_elements:,} expert weights a layer: two products over all beat a sweep"
-        chosen["moe"] = Choice("moe", "dense", moe.dense_reference, reason)
+        chosen["moe"] = Choice("moe", "dense", moe.dense_reference, reason, bound.dense_experts if ready else None)
     else:
         reason = f"{facts.expert_elements:,} expert weights a layer: read only the chosen experts"
         chosen["moe"] = Choice("moe", "grouped", moe.grouped_reference, reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from .select import Choice
 
 @dataclass(frozen=True)
 class Entry:
-    """One bound call: the op, the variant that serves it, its callable and its arguments."""
+    """One bound call: the op, the variant that serves it, its callable and its arguments; ``ready`` makes the call."""
 
     op: str
     variant: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    ready: Callable[[], Any]
 
     def __str__(self) -> str:
         parts = [
@@ -61,21 +63,22 @@ class Tape:
         """Bind (recording) or run (immediate) the chosen variant of ``op``."""
         choice = self.choices[op]
         if self.record:
-            self.entries.append(Entry(op, choice.variant, choice.function, args))
+            ready = partial(choice.function, *args) if choice.bind is None else choice.bind(*args)
+            self.entries.append(Entry(op, choice.variant, choice.function, args, ready))
         else:
             choice.function(*args)
 
     def do(self, name: str, function: Callable[..., Any], *args: Any) -> None:
         """Bind or run a step of the program that is no op of a model (verdict, publishing, ...)."""
         if self.record:
-            self.entries.append(Entry(name, "torch", function, args))
+            self.entries.append(Entry(name, "torch", function, args, partial(function, *args)))
         else:
             function(*args)
 
     def run(self) -> None:
         """Replay the recorded calls in order."""
         for entry in self.entries:
-            entry.function(*entry.args)
+            entry.ready()
 
     def note(self, name: str, value: Tensor) -> None:
         """Keep a copy of an intermediate for a trace as ``name.layer``; free when nobody asked."""
