@@ -91,10 +91,11 @@ def teacher_forced(
                 continue
             start = len(engine.encode(row["prompt"]))
             ids = engine.encode(row["prompt"] + row["reference"])[: start + NEW_TOKENS]
-            at = max(start, 1)
+            at, read = max(start, 1), 0
             while at < len(ids) - steps:
                 # state: tokens before ``at`` are read, ids[at] is the anchor
-                chain = runtime.drafts_after(ids[:at], ids[at], steps)
+                chain = runtime.drafts_after(ids[:at], ids[at], steps, read=read)
+                read = at
                 good = 0
                 while good < steps and chain[good] == ids[at + 1 + good]:
                     good += 1

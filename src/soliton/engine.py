@@ -15,8 +15,9 @@ from torch import Tensor
 from .answer import Answer
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.chat import render
-from .config import Decision, EngineConfig, bind
-from .errors import BusyError, RequestError
+from .config import Decision, EngineConfig
+from .config import settings as config_settings
+from .errors import BusyError, ConfigError, RequestError, nearest
 from .plan import MemoryPlan
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
@@ -105,20 +106,25 @@ class Engine:
         model: a checkpoint directory, a hub id, ``synthetic:NAME``, or ``pebble``. ``settings``: further fields of
         EngineConfig by name. Raises ConfigError, CheckpointError, UnsupportedError or MemoryPlanError.
         """
-        flags = {
-            "model": str(model),
-            "draft": None if draft is None else str(draft),
-            "speculation": speculation,
-            "speculative_num_steps": speculative_num_steps,
-            "device": device,
-            "dtype": dtype,
-            "max_context": max_context,
-            "run_ahead": run_ahead,
-            "prefix_reuse": prefix_reuse,
-            "memory_budget": memory_budget,
-            **settings,
-        }
-        return cls.from_config(bind(EngineConfig, flags=flags, env={}, file=None))
+        known = {leaf.key for leaf in config_settings(EngineConfig)}
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"unknown setting {name!r}{nearest(name, known)}")
+        return cls.from_config(
+            EngineConfig(
+                model=str(model),
+                draft=None if draft is None else str(draft),
+                speculation=speculation,
+                speculative_num_steps=speculative_num_steps,
+                device=device,
+                dtype=dtype,
+                max_context=max_context,
+                run_ahead=run_ahead,
+                prefix_reuse=prefix_reuse,
+                memory_budget=memory_budget,
+                **settings,
+            )
+        )
 
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: Any = None) -> Engine:

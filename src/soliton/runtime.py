@@ -88,14 +88,19 @@ class Runtime:
         return self._chain(int(self.logits(ids)[-1].argmax()), len(ids), n)
 
     @torch.inference_mode()
-    def drafts_after(self, ids: Sequence[int], anchor: int, n: int) -> list[int]:
-        """``n`` greedy drafts after ``ids`` and ``anchor``, whatever the target would have chosen."""
+    def drafts_after(self, ids: Sequence[int], anchor: int, n: int, *, read: int = 0) -> list[int]:
+        """``n`` greedy drafts after ``ids`` and ``anchor``, whatever the target would have chosen. ``read``: how many
+        of ``ids`` the call before has read already."""
         self._check_chain(len(ids), n)
         self.hold_threads()
-        self.stream.clear()
-        for _ in self.prefill.read(ids, 0, len(ids)):
+        if not read:
+            self.stream.clear()
+        for _ in self.prefill.read(ids, read, len(ids)):
             pass
-        return self._chain(anchor, len(ids), n)[0]
+        boundary = self.stream.boundary.clone()
+        chain = self._chain(anchor, len(ids), n)[0]
+        self.stream.boundary.copy_(boundary)
+        return chain
 
     def _check_chain(self, length: int, n: int) -> None:
         if self.stream.draft_kv is None:
