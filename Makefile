@@ -25,11 +25,12 @@ help:
 demo: .venv/base.stamp
 	$(BIN)/soliton generate pebble --demo
 
+# Two processes of one torch thread each: the engine's steps are too small to share among threads.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -m 'not full and not gpu' $(PYTEST_ARGS)
+	SOLITON_TEST_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not full and not gpu' $(PYTEST_ARGS)
 
 test-full: .venv/dev.stamp
-	$(BIN)/python -m pytest -m 'not gpu' $(PYTEST_ARGS)
+	SOLITON_TEST_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not gpu' $(PYTEST_ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
