@@ -32,6 +32,8 @@ DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}
 DEFAULT_STEPS = 3
 DEFAULT_MAX_CONTEXT = 8192
 MIB = 1 << 20
+# bytes of weights up to which a second thread brings a few per cent and, on a busy machine, costs ten times that
+SMALL_MODEL = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,9 @@ class EngineConfig:
         high=65536,
         aliases=("--chunked-prefill-size",),
     )
-    threads: int | None = setting("torch threads on a CPU; left as found when unset", default=None, low=1, high=1024)
+    threads: int | None = setting(
+        "torch threads on a CPU; 1 for a small model, else as found, when unset", default=None, low=1, high=1024
+    )
     seed: int | None = setting(
         "seed of sampled requests that bring none; drawn afresh for each when unset",
         default=None,
@@ -144,6 +148,7 @@ class Facts:
     cuda_devices: int = 0
     free_memory: Mapping[str, int] = field(default_factory=dict)  # bytes free now, by "cpu", "cuda:0", ...
     torch_threads: int = 1
+    weight_bytes: int | None = None  # of the checkpoint, in its own type
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,12 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
             depth = decide("run_ahead", 2, "the default: a host stall of a step or two never reaches the GPU")
     threads = config.threads
     if kind == "cpu" and threads is None:
-        threads = decide("threads", facts.torch_threads, "torch's own setting, left as found")
+        small = facts.weight_bytes is not None and facts.weight_bytes <= SMALL_MODEL
+        if small:
+            reason = f"{facts.weight_bytes:,} bytes of weights: too small a step to share among threads"
+            threads = decide("threads", 1, reason)
+        else:
+            threads = decide("threads", facts.torch_threads, "torch's own setting, left as found")
     elif kind == "cuda" and threads is None:
         decide("threads", None, "no work of a step runs on the CPU")
     if config.seed is None:

@@ -137,6 +137,7 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, 
         cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
         free_memory=_free_memory(),
         torch_threads=torch.get_num_threads(),
+        weight_bytes=checkpoint.weight_bytes(),
     )
     return resolve(config, facts)
 

@@ -343,3 +343,10 @@ class TestTree:
     def test_no_truth_in_other_words(self) -> None:
         with pytest.raises(ConfigError, match="SOLITON_QUIET = 'maybe': expected true or false"):
             bind(Serving, env={"SOLITON_MODEL": "m", "SOLITON_QUIET": "maybe"})
+
+
+def test_a_small_model_takes_one_thread() -> None:
+    for weights, threads in ((17_800_000, 1), (15_800_000_000, 8), (None, 8)):
+        facts = dataclasses.replace(FACTS, torch_threads=8, weight_bytes=weights)
+        assert resolve(engine(), facts)[0].threads == threads
+        assert resolve(engine(threads=3), facts)[0].threads == 3

@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from ..sampling.logprobs import TokenLogprob
     from ..sampling.params import SamplingParams
 
-DEMO_PROMPT = '''def read_lines(path):
-    """Return the lines of a text file, without their line ends."""
-'''
-DEMO_TOKENS = 96
+DEMO_PROMPT = '''import os
+
+
+def remove_file(path):
+    """Remove a file if it exists."""'''
+# up to the blank lines behind the function
+DEMO = {"temperature": 0.0, "max_tokens": 96, "stop": ["\n\n\n"]}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         args.prompt = args.__dict__.pop("model")  # `generate -`: stdin to the default model
     config = common.config_given(args)
     prompt = _prompt(args)
-    params = common.sampling_given(args, **({"temperature": 0.0, "max_tokens": DEMO_TOKENS} if args.demo else {}))
+    params = common.sampling_given(args, **(DEMO if args.demo else {}))
     with common.load(config) as engine:
         if args.json:
             return _document(engine, prompt, params)
