@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -261,7 +262,7 @@ class Engine:
                 raise RequestError(f"{', '.join(chat)}: chat arguments go with messages, not with a text prompt")
             assert checkpoint.tokenizer is not None
             return checkpoint.tokenizer.encode(prompt), 0
-        items = list(prompt)
+        items = _listed(prompt)
         if items and isinstance(items[0], Mapping):
             self._needs_text("messages")
             if checkpoint.chat_template is None:
@@ -269,13 +270,16 @@ class Engine:
             return self._render(checkpoint, items, dict(chat))
         if chat:
             raise RequestError(f"{', '.join(chat)}: chat arguments go with messages, not with token ids")
-        return items, 0  # type: ignore[return-value]
+        return items, 0
 
     def _render(self, checkpoint: Checkpoint, messages: list[Any], chat: dict[str, Any]) -> tuple[list[int], int]:
         assert checkpoint.tokenizer is not None and checkpoint.chat_template is not None
         for name in ("template", "messages", "special_tokens"):
             if name in chat:
                 raise RequestError(f"{name} is no argument of a chat template; leave it out", param=name)
+        for place, message in enumerate(messages):
+            if isinstance(message, Mapping):  # render refuses anything else
+                _check_message(place, message)
         chat.setdefault("add_generation_prompt", True)
         text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)
         ids = checkpoint.tokenizer.encode(text)
@@ -300,13 +304,19 @@ class Engine:
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         runtime = self._ready()
-        ids = list(token_ids)
-        if not ids:
+        given = _listed(token_ids)
+        if not given:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
         vocab = runtime.checkpoint.spec.vocab
-        for place, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise RequestError(f"token {place} of the prompt is {token!r}, not an integer", param="prompt")
+        ids: list[int] = []
+        for place, value in enumerate(given):
+            try:
+                token = operator.index(value)  # integers of numpy and torch too
+            except TypeError:
+                token = None
+            if token is None or isinstance(value, bool):
+                raise RequestError(f"token {place} of the prompt is {value!r}, not an integer", param="prompt")
+            ids.append(token)
             if not 0 <= token < vocab:
                 raise RequestError(
                     f"token {place} of the prompt is {token}, but token ids run from 0 to {vocab - 1}", param="prompt"
@@ -343,6 +353,24 @@ class Engine:
                 answer.finish(save=clean)
             finally:
                 held.release()
+
+
+def _check_message(place: int, message: Message) -> None:
+    """A template would write a message without role or content as if it were empty."""
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise RequestError(f"messages[{place}] has no role; it needs one, such as user", param=f"messages[{place}].role")
+    if message.get("content") is None and not message.get("tool_calls"):
+        raise RequestError(f"messages[{place}] has no content; give a text", param=f"messages[{place}].content")
+
+
+def _listed(prompt: Any) -> list[Any]:
+    """The items of a prompt that is no text."""
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise RequestError(
+            f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}",
+            param="prompt",
+        )
+    return list(prompt)
 
 
 class _Held:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from helpers import engine, facts, greedy, load, micro, nano, threads_as_before  # noqa: F401
 from soliton import (
@@ -39,6 +40,11 @@ BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
     ("bad temperature", lambda e: e.generate(PROMPT, SamplingParams(temperature=-1)), "temperature"),
     ("two answers", lambda e: e.generate(PROMPT, SamplingParams(n=2)), "n is 2; one answer is made at a time"),
     ("bias out of range", lambda e: e.generate(PROMPT, SamplingParams(logit_bias={64: 1.0})), "64"),
+    ("nothing", lambda e: e.generate(None), "a prompt is a text, a list of token ids or a list of messages, not None"),
+    ("bytes", lambda e: e.generate(b"ab"), "not bytes"),
+    ("a truth value", lambda e: e.generate([1, True]), "token 1 of the prompt is True, not an integer"),
+    ("no role", lambda e: e.generate([{"content": "a"}]), "messages[0] has no role"),
+    ("no content", lambda e: e.generate([{"role": "user"}]), "messages[0] has no content"),
     ("chat words with text", lambda e: e.generate("ab", tools=[]), "tools: chat arguments go with messages"),
     ("chat words with ids", lambda e: e.generate(PROMPT, tools=[]), "not with token ids"),
     ("template argument", lambda e: e.generate([{"role": "user", "content": "a"}], template="x"), "template is no"),
@@ -56,6 +62,13 @@ def test_a_refused_request_leaves_the_engine_as_it_was(call: Callable[[Engine], 
     with pytest.raises(RequestError, match=re.escape(message)):
         call(served)
     assert facts(served.generate(PROMPT, greedy(20, logprobs=2))) == before
+
+
+def test_integers_of_other_libraries_are_ids() -> None:
+    served = engine(nano(), max_context=CONTEXT)
+    want = served.generate(PROMPT, greedy(8)).token_ids
+    for prompt in (torch.tensor(PROMPT), torch.tensor(PROMPT).numpy(), tuple(PROMPT), iter(PROMPT)):
+        assert served.generate(prompt, greedy(8)).token_ids == want  # type: ignore[arg-type]
 
 
 def test_a_stream_is_refused_before_its_first_piece() -> None:
