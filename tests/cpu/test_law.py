@@ -163,8 +163,8 @@ class TestWalks:
         self, model: Path, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, seeds: range, steps: int = 3
     ) -> None:
         tried = fresh(model, speculation="nextn", speculative_num_steps=steps)
-        p, liked, total = judged(walk(tried, Spy(monkeypatch), values, tokens=200, seeds=seeds))
-        assert total == 200 * len(seeds)
+        p, liked, total = judged(walk(tried, Spy(monkeypatch), values, tokens=150, seeds=seeds))
+        assert total == 150 * len(seeds)
         assert p > PASS, f"the law differs: p = {p:.1e} over {total} tokens"
         assert liked > PASS, f"the draft's favourites come too often or too seldom: p = {liked:.1e}"
 
@@ -232,9 +232,9 @@ class TestBrokenRules:
 
     def test_a_temperature_that_is_off(self, monkeypatch: pytest.MonkeyPatch) -> None:
         inner = law.distribution
-        monkeypatch.setattr(law, "distribution", lambda logits, t, *rest: inner(logits, t * 1.4, *rest))
+        monkeypatch.setattr(law, "distribution", lambda logits, t, *rest: inner(logits, t * 1.7, *rest))
         tried = fresh(h.nano(), speculation="off")
-        p, _, total = judged(walk(tried, None, CASES["plain"], tokens=200, seeds=range(6)))
+        p, _, total = judged(walk(tried, None, CASES["plain"], tokens=200, seeds=range(3)))
         assert p < REJECT, f"not caught: p = {p:.1e} over {total} tokens"
 
     def caught(
@@ -246,9 +246,12 @@ class TestBrokenRules:
         steps: int = 1,
         seeds: int = 5,
     ) -> None:
-        tried = fresh(h.nano(drafter), speculation="nextn", speculative_num_steps=steps)
-        p, liked, total = judged(walk(tried, Spy(monkeypatch), values, tokens=200, seeds=range(seeds)))
-        assert min(p, liked) < REJECT, f"not caught: p = {p:.1e} and {liked:.1e} over {total} tokens"
+        tried, spy = fresh(h.nano(drafter), speculation="nextn", speculative_num_steps=steps), Spy(monkeypatch)
+        for count in (2, seeds):  # a gross fault shows at once
+            p, liked, total = judged(walk(tried, spy, values, tokens=200, seeds=range(count)))
+            if min(p, liked) < REJECT:
+                return
+        pytest.fail(f"not caught: p = {p:.1e} and {liked:.1e} over {total} tokens")
 
 
 def joint(tried: Engine, values: dict[str, Any], *, tokens: int, seeds: range) -> tuple[float, int]:
@@ -285,8 +288,8 @@ class TestJoints:
     def test_first_three_tokens(self, case: str, drafter: str) -> None:
         """The first token has no draft; the other two come out of one drafted step or two."""
         tried = h.engine(h.nano(drafter), max_context=64, **NEXTN)
-        p, cells = joint(tried, self.SMALL[case], tokens=3, seeds=range(300))
-        assert cells > 10 and p > PASS
+        p, cells = joint(tried, self.SMALL[case], tokens=3, seeds=range(200))
+        assert cells > 8 and p > PASS
 
     def test_a_wrong_rule_is_caught(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(accept, "sampled_chain", all_accepted)
@@ -310,12 +313,12 @@ class TestJoints:
         tried = h.engine(h.nano(), max_context=64, **settings)
         ends = [1, 14, 40, 24, 46, 21, 49, 17, 20]
         lengths = []
-        for seed in range(60):
+        for seed in range(30):
             params = SamplingParams(max_tokens=30, min_tokens=6, seed=seed, stop_token_ids=ends)
             answer = tried.generate(PROMPT, params)
             assert not set(answer.token_ids[:6]) & {*ends, h.NANO_EOS}
             lengths.append(len(answer.token_ids))
-        assert min(lengths) == 7 and len(set(lengths)) > 5
+        assert min(lengths) == 7 and len(set(lengths)) > 4
 
     def test_the_law_under_min_tokens(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tried, spy = fresh(h.nano("fair"), **NEXTN), Spy(monkeypatch)

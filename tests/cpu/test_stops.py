@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,19 @@ def nano(steps: int, depth: int = 2, **settings: Any) -> Engine:
     return h.engine(h.nano(), max_context=512, run_ahead=depth, **way, **settings)
 
 
-def free(tokens: int = 60, **values: Any) -> Any:
+@functools.cache
+def free(**values: Any) -> Any:
     """The uncut answer."""
-    return nano(0, 0).generate(PROMPT, h.greedy(tokens, **values))
+    return nano(0, 0).generate(PROMPT, h.greedy(60, **values))
 
 
+@functools.cache
 def blocks(steps: int = 5) -> list[tuple[int, ...]]:
     """The accepted blocks of the uncut answer."""
     return [p.token_ids for p in nano(steps, 0).stream(PROMPT, h.greedy(60))]
 
 
+@functools.cache
 def places() -> list[int]:
     """Indices of tokens at the beginning, in the middle and at the end of accepted blocks (five steps)."""
     found, at = [0], 0
