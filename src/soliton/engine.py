@@ -358,7 +358,7 @@ class Engine:
 def _check_message(place: int, message: Message) -> None:
     """A template would write a message without role or content as if it were empty."""
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f"messages[{place}] has no role; it needs one, such as user", param=f"messages[{place}].role")
+        raise RequestError(f"messages[{place}] has no role, such as user", param=f"messages[{place}].role")
     if message.get("content") is None and not message.get("tool_calls"):
         raise RequestError(f"messages[{place}] has no content; give a text", param=f"messages[{place}].content")
 
