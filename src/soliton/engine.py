@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from .config import Decision, EngineConfig
 from .config import settings as config_settings
 from .errors import BusyError, ConfigError, RequestError, nearest
 from .plan import MemoryPlan
+from .prompt import check_message, listed
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
 from .sampling.params import SamplingParams
@@ -262,7 +263,7 @@ class Engine:
                 raise RequestError(f"{', '.join(chat)}: chat arguments go with messages, not with a text prompt")
             assert checkpoint.tokenizer is not None
             return checkpoint.tokenizer.encode(prompt), 0
-        items = _listed(prompt)
+        items = listed(prompt)
         if items and isinstance(items[0], Mapping):
             self._needs_text("messages")
             if checkpoint.chat_template is None:
@@ -279,7 +280,7 @@ class Engine:
                 raise RequestError(f"{name} is no argument of a chat template; leave it out", param=name)
         for place, message in enumerate(messages):
             if isinstance(message, Mapping):  # render refuses anything else
-                _check_message(place, message)
+                check_message(place, message)
         chat.setdefault("add_generation_prompt", True)
         text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)
         ids = checkpoint.tokenizer.encode(text)
@@ -304,7 +305,7 @@ class Engine:
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         runtime = self._ready()
-        given = _listed(token_ids)
+        given = listed(token_ids)
         if not given:
             raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
         vocab = runtime.checkpoint.spec.vocab
@@ -353,24 +354,6 @@ class Engine:
                 answer.finish(save=clean)
             finally:
                 held.release()
-
-
-def _check_message(place: int, message: Message) -> None:
-    """A template would write a message without role or content as if it were empty."""
-    if not isinstance(message.get("role"), str) or not message["role"]:
-        raise RequestError(f"messages[{place}] has no role, such as user", param=f"messages[{place}].role")
-    if message.get("content") is None and not message.get("tool_calls"):
-        raise RequestError(f"messages[{place}] has no content; give a text", param=f"messages[{place}].content")
-
-
-def _listed(prompt: Any) -> list[Any]:
-    """The items of a prompt that is no text."""
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
-        raise RequestError(
-            f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}",
-            param="prompt",
-        )
-    return list(prompt)
 
 
 class _Held:
