@@ -209,9 +209,10 @@ class Engine:
             self._ready().tree.clear()
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise BusyError. Twice is the same as once."""
-        with self._lock:
-            self._runtime = None
+        """Give the memory back. Further calls raise BusyError; a stream in progress ends at its next step with
+        finish_reason "abort" and frees what it holds then. Twice is the same as once."""
+        self._runtime = None
+        self._abort.set()
 
     def __enter__(self) -> Engine:
         return self
@@ -244,7 +245,11 @@ class Engine:
                 "needs at least one; shorten the prompt or load the engine with a larger max_context",
                 param="messages" if boundary else "prompt",
             )
-        wanted = params or SamplingParams()
+        wanted = SamplingParams() if params is None else params
+        if not isinstance(wanted, SamplingParams):
+            raise RequestError(
+                f"params is {type(wanted).__name__}, not SamplingParams; SamplingParams.from_dict makes one of a dict"
+            )
         resolved = wanted.resolve(
             runtime.checkpoint.generation, vocab=spec.vocab, eos_ids=runtime.checkpoint.eos_ids, room=room
         )
@@ -334,6 +339,7 @@ class Engine:
         clean = False
         try:
             self._abort.clear()
+            self._ready()  # closed since the stream was made?
             for block in answer.run(self._abort.is_set):
                 if block.finish_reason is None:
                     yield Piece(token_ids=block.token_ids, text=block.text, logprobs=block.logprobs)

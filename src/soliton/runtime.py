@@ -107,6 +107,8 @@ class Runtime:
             raise UnsupportedError(
                 f"draft_chain needs the MTP layer of {self.checkpoint.name} loaded; load with speculation='nextn'"
             )
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise RequestError(f"n is {n!r}; a chain needs a whole number of drafts", param="n")
         if n < 1:
             raise RequestError(f"n is {n}; a chain has at least one draft", param="n")
         room = self.stream.positions - length

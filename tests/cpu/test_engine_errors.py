@@ -45,6 +45,12 @@ BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
     ("a truth value", lambda e: e.generate([1, True]), "token 1 of the prompt is True, not an integer"),
     ("no role", lambda e: e.generate([{"content": "a"}]), "messages[0] has no role"),
     ("no content", lambda e: e.generate([{"role": "user"}]), "messages[0] has no content"),
+    ("a huge integer", lambda e: e.generate(PROMPT, SamplingParams(temperature=10**400)), "temperature is too large"),
+    ("beyond float32", lambda e: e.generate(PROMPT, SamplingParams(temperature=1e39)), "temperature is too large"),
+    ("a long key", lambda e: e.generate(PROMPT, SamplingParams(logit_bias={"9" * 5000: 1})), "logit_bias"),  # type: ignore[dict-item]
+    ("params of another kind", lambda e: e.generate(PROMPT, {"top_p": 1}), "params is dict, not SamplingParams"),
+    ("a list of params", lambda e: SamplingParams.from_dict([1]), "must be an object of named values, not list"),
+    ("a broken chain", lambda e: e.draft_chain(PROMPT, 1.5), "n is 1.5; a chain needs a whole number"),
     ("chat words with text", lambda e: e.generate("ab", tools=[]), "tools: chat arguments go with messages"),
     ("chat words with ids", lambda e: e.generate(PROMPT, tools=[]), "not with token ids"),
     ("template argument", lambda e: e.generate([{"role": "user", "content": "a"}], template="x"), "template is no"),
@@ -133,6 +139,16 @@ def test_a_closed_engine_says_so() -> None:
     served.close()
     with pytest.raises(BusyError, match="this engine is closed; load a new one"):
         served.generate([1])
+
+
+def test_closing_ends_a_stream_in_progress_and_refuses_one_not_begun() -> None:
+    served = load(nano(), max_context=CONTEXT)
+    begun, waiting = served.stream(PROMPT, greedy(40)), served.stream(PROMPT, greedy(40))
+    next(begun)
+    served.close()
+    assert [piece.finish_reason for piece in begun][-1] == "abort"
+    with pytest.raises(BusyError, match="this engine is closed"):
+        next(waiting)
 
 
 @pytest.mark.parametrize(

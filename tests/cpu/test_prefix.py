@@ -13,7 +13,7 @@ import helpers as h
 from helpers import threads_as_before  # noqa: F401 - takes effect by being here
 from soliton import Engine, SamplingParams
 from soliton.checkpoint import open_checkpoint
-from soliton.context import CheckpointTree, Stream
+from soliton.context import CheckpointTree, Saved, Stream
 
 NEXTN: dict[str, Any] = {"speculation": "nextn", "speculative_num_steps": 3}
 
@@ -430,6 +430,16 @@ class TestTree:
         tree.save([1], stream)
         assert tree.save(list(range(2, 40)), stream) is None
         assert tree.find([1]) is not None, "evicted for nothing"
+
+    def test_a_deep_tree_needs_no_deep_stack(self) -> None:
+        tree = CheckpointTree(1 << 40)
+        node = tree._root
+        for length in range(1, 3000):
+            child = Saved(length=length, parent=node, ids=(length,))
+            node.children.append(child)
+            node = child
+        found = tree.find(list(range(1, 3000)))
+        assert found is not None and found.length == 2999 and len(tree) == 2999
 
     def test_no_budget(self) -> None:
         stream, tree = stream_of(), CheckpointTree(0)

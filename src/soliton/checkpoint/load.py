@@ -86,7 +86,11 @@ def open_checkpoint(model: str | Path) -> Checkpoint:
     """
     text = str(model)
     path = Path(model).expanduser()
-    if path.exists():
+    try:
+        there = path.exists()
+    except (OSError, ValueError):  # too long for a path, or a zero byte in it
+        there = False
+    if there:
         return _open_directory(path, path.resolve().name)
     if text.startswith(PREFIX):
         return _open_synthetic(text)

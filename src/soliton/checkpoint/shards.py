@@ -58,6 +58,8 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}; download the file again") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path}: nested too deeply to be a checkpoint's file; download it again") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"{path}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg}); download it again"

@@ -105,12 +105,16 @@ class CheckpointTree:
         return sum(1 for _ in self._nodes(self._root)) - 1
 
     def _deepest(self, node: Saved, ids: Sequence[int]) -> Saved:
-        best = node
-        for child in node.children:
-            if child.length <= len(ids) and child.ids == tuple(ids[node.length : child.length]):
-                found = self._deepest(child, ids)
-                if found.length > best.length:
-                    best = found
+        best, waiting = node, [node]
+        while waiting:  # no recursion: a long conversation makes a deep tree
+            at = waiting.pop()
+            if at.length > best.length:
+                best = at
+            waiting += [
+                child
+                for child in at.children
+                if child.length <= len(ids) and child.ids == tuple(ids[at.length : child.length])
+            ]
         return best
 
     def _path(self, node: Saved) -> list[Saved]:
@@ -120,9 +124,11 @@ class CheckpointTree:
         return path[::-1]
 
     def _nodes(self, node: Saved) -> Iterator[Saved]:
-        yield node
-        for child in node.children:
-            yield from self._nodes(child)
+        waiting = [node]
+        while waiting:
+            at = waiting.pop()
+            yield at
+            waiting += at.children
 
     def _touch(self, node: Saved) -> None:
         self._clock += 1

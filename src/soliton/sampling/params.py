@@ -17,6 +17,8 @@ from soliton.errors import CheckpointError, RequestError, nearest
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 MAX_STOP_STRINGS = 16
+LARGEST = 1e30  # of any number: well inside float32, in which a step works
+DIGITS = 18  # of a token id written as text
 MAX_TOP_LOGPROBS = 20
 ALIASES = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -99,6 +101,8 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
         """From a request body's fields. Null is the same as absent; an unknown name is refused with the nearest one."""
+        if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
+            raise RequestError(f"sampling parameters must be an object of named values, not {type(values).__name__}")
         known = {f.name for f in dataclasses.fields(cls)}
         out: dict[str, Any] = {}
         origin: dict[str, str] = {}
@@ -135,7 +139,7 @@ class SamplingParams:
         _alternatives("prompt_logprobs", self.prompt_logprobs, None)
         _alternatives("logprobs", self.logprobs, self.top_logprobs)
         _stop_strings(self.stop)
-        _ids("stop_token_ids", self.stop_token_ids or (), vocab)
+        _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, vocab)
         _bias(self.logit_bias or {}, vocab)
 
     def _check_lengths(self) -> None:
@@ -180,7 +184,7 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, but there is room for {max_tokens} tokens", param="min_tokens"
             )
         bias = _bias(self.logit_bias or {}, vocab)
-        presence, frequency = float(self.presence_penalty) + 0.0, float(self.frequency_penalty) + 0.0
+        presence, frequency = float(self.presence_penalty or 0.0), float(self.frequency_penalty or 0.0)
         repetition = float(given["repetition_penalty"])
         ends = () if self.ignore_eos else tuple(eos_ids)
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
@@ -228,8 +232,10 @@ _DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repet
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise RequestError(f"{name} must be a number, not {value!r}", param=name)
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise RequestError(f"{name} is {value}; it must be finite", param=name)
+    if abs(value) > LARGEST:
+        raise RequestError(f"{name} is too large; at most {LARGEST:g} is taken", param=name)
     return float(value)
 
 
@@ -301,7 +307,8 @@ def _bias(bias: object, vocab: int | None) -> tuple[tuple[int, float], ...]:
         raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}", param="logit_bias")
     out: dict[int, float] = {}
     for key, value in bias.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        written = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= DIGITS
+        token = int(key) if written else key
         _ids("logit_bias", (token,), vocab)
         number = _number("logit_bias", value)
         if not -100 <= number <= 100:
