@@ -23,4 +23,7 @@ def listed(prompt: Any) -> list[Any]:
             f"a prompt is a text, a list of token ids or a list of messages, not {type(prompt).__name__}",
             param="prompt",
         )
-    return list(prompt)
+    try:
+        return list(prompt)
+    except TypeError as error:  # such as an array without an axis
+        raise RequestError(f"the prompt cannot be read as a list ({error})", param="prompt") from error

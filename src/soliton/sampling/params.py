@@ -293,7 +293,7 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 
 
 def _ids(name: str, ids: object, vocab: int | None) -> None:
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+    if not isinstance(ids, (list, tuple, set, frozenset)):  # an iterator would be empty the second time
         raise RequestError(f"{name} must be a list of token ids, not {ids!r}", param=name)
     for token in ids:
         if _integer(name, token) < 0 or (vocab is not None and token >= vocab):
