@@ -334,11 +334,15 @@ class Engine:
         return ids
 
     def _pieces(self, answer: Answer) -> Iterator[Piece]:
+        if not self._lock.locked():  # an abort from now on is meant for this answer, begun or not
+            self._abort.clear()
+        return self._run(answer)
+
+    def _run(self, answer: Answer) -> Iterator[Piece]:
         started = time.perf_counter()
         held = self._alone()
         clean = False
         try:
-            self._abort.clear()
             self._ready()  # closed since the stream was made?
             for block in answer.run(self._abort.is_set):
                 if block.finish_reason is None:

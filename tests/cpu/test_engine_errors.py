@@ -131,6 +131,10 @@ def test_abort_ends_at_the_next_step_and_a_late_one_harms_nobody() -> None:
     assert last.stats.completion_tokens == len(got) and got == whole[: len(got)]
     served.abort()
     assert served.generate(PROMPT, greedy(30)).token_ids == whole
+    early = served.stream(PROMPT, greedy(30))
+    served.abort()
+    assert [piece.finish_reason for piece in early] == ["abort"]
+    assert served.generate(PROMPT, greedy(30)).token_ids == whole
 
 
 def test_a_closed_engine_says_so() -> None:
