@@ -91,7 +91,7 @@ def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         header = json.loads(raw)
         entries = {k: v for k, v in header.items() if k != "__metadata__"}
         parsed = {k: _entry(path, k, v) for k, v in entries.items()}
-    except (ValueError, AttributeError, TypeError, KeyError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: the safetensors header is not readable ({error}); download it again") from error
@@ -199,10 +199,6 @@ class SafetensorsSource:
 
     def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         return self._info[name]
-
-    def file_of(self, name: str) -> Path:
-        """The file that holds ``name``, for messages."""
-        return self._file[name]
 
     def get(self, name: str, device: str | torch.device = "cpu") -> Tensor:
         file = self._file[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..ops.tape import Tape
@@ -35,8 +34,3 @@ def mtp(tape: Tape, w: ModelWeights, spec: ModelSpec, ids: Tensor, hidden: Tenso
     out = tape.new(count, size)
     tape.call("norm", out, x, w.mtp.out_norm, spec.eps)
     return out
-
-
-def ones(device: torch.device, value: int) -> Tensor:
-    """int64 [1] holding ``value``: a live-row count for prefill."""
-    return torch.tensor([value], dtype=torch.int64, device=device)

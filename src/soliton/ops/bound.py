@@ -31,7 +31,7 @@ def linear(out: Tensor, x: Tensor, w: Weight) -> Call:
 
 def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> Call:
     """See ops.norm.reference."""
-    square, scale = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[0], 1)
+    square, scale = torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(*x.shape[:-1], 1)
     share, mul, total = 1.0 / x.shape[-1], torch.mul, torch.sum
 
     def run() -> None:
@@ -45,18 +45,14 @@ def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> Call:
 
 def gated_norm(out: Tensor, o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Call:
     """See ops.norm.gated_reference."""
-    square, opened, normed = torch.empty_like(o), torch.empty_like(o), torch.empty_like(o)
-    scale = o.new_empty(*o.shape[:-1], 1)
-    share, mul, total = 1.0 / o.shape[-1], torch.mul, torch.sum
+    opened, normed = torch.empty_like(o), torch.empty_like(o)
+    first = norm(normed, o, weight, eps)
 
     def run() -> None:
-        mul(o, o, out=square)
-        total(square, -1, keepdim=True, out=scale)
-        scale.mul_(share).add_(eps).rsqrt_()
-        mul(o, scale, out=normed).mul_(weight)
+        first()
         opened.copy_(gate)
         in_runs(torch.sigmoid_, opened)
-        mul(normed, opened, out=out)
+        torch.mul(normed, opened, out=out)
 
     return run
 

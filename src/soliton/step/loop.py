@@ -1,4 +1,4 @@
-"""The run-ahead loop: launch step k + 1, then consume step k - depth + 1.
+"""The run-ahead loop: launch step k, then consume step k - depth.
 
 What a step decided reaches the host ``depth`` steps late. Nothing the host does with it feeds the steps in between:
 ends that the device can see freeze the stream there; ends that only the host sees (stop strings, an abort) cut what
