@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import numbers
 import re
 import tomllib
 import typing
@@ -120,7 +121,11 @@ def check(config: Any) -> None:
     """Types, choices and ranges of a config's own fields; a class calls it first in ``__post_init__``."""
     for leaf in settings(type(config)):
         if len(leaf.path) == 1:
-            _check_value(leaf, getattr(config, leaf.key), leaf.key)
+            value = getattr(config, leaf.key)
+            if isinstance(value, numbers.Integral) and not isinstance(value, bool | int):
+                value = int(value)  # numpy's
+                object.__setattr__(config, leaf.key, value)
+            _check_value(leaf, value, leaf.key)
 
 
 def _check_value(leaf: Setting, value: Any, label: str) -> None:
@@ -233,16 +238,13 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
     return cls(**given)
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type, *, positional: tuple[str, ...] = ()) -> None:
-    """One flag for each setting of ``cls``, absent from the namespace unless given. ``positional`` names settings
-    that are an argument without a flag, such as the model."""
+def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
+    """One flag for each setting of ``cls``, absent from the namespace unless given."""
     for leaf in settings(cls):
         default = "" if leaf.default is MISSING or leaf.default is None else f"; default {leaf.default}"
         text = f"{leaf.help} [{leaf.env}{default}]".replace("%", "%%")
         metavar = "{" + ",".join(leaf.choices) + "}" if leaf.choices else (leaf.unit or leaf.path[-1]).upper()
-        if leaf.key in positional:
-            parser.add_argument(leaf.key, metavar=leaf.path[-1], nargs="?", default=argparse.SUPPRESS, help=text)
-        elif bool in leaf.types:
+        if bool in leaf.types:
             toggle = argparse.BooleanOptionalAction
             parser.add_argument(*leaf.flags, dest=leaf.key, action=toggle, default=argparse.SUPPRESS, help=text)
         else:

@@ -7,6 +7,7 @@ imported, and torch not before its flags are known to be good, so that help and 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .errors import ConfigError, SolitonError, nearest
+from .errors import BAD_INPUT, ConfigError, SolitonError, nearest
 
 COMMANDS = {
     "generate": "continue a prompt and stream the text",
@@ -22,7 +23,8 @@ COMMANDS = {
     "doctor": "this machine, and how a model would run on it",
     "conform": "compare the engine with reference outputs, quantity by quantity",
 }
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+UNWRITABLE, INTERRUPTED, BROKEN_PIPE = 74, 130, 141
+UNWRITABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a full or failing disk under stdout
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,7 +52,8 @@ def parser_for(command: str) -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 (checks failed), 2 (bad input), 130 (Ctrl-C), 141 (reader gone)."""
+    """Run one command; returns the exit code: 0, 1 (checks failed), 2 (bad input), 74 (output cannot be
+    written), 130 (Ctrl-C), 141 (reader gone)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -62,9 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read stdout left. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()  # whoever read it left
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in UNWRITABLE_ERRORS:
+            raise
+        print(f"soliton: the output cannot be written ({error.strerror or error}); make room for it", file=sys.stderr)
+        _leave_stdout()
+        return UNWRITABLE
+
+
+def _leave_stdout() -> None:
+    """Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(words: list[str]) -> int:
@@ -75,8 +88,9 @@ def _run(words: list[str]) -> int:
     # Settings may stand between MODEL and PROMPT, which plain parsing does not allow for optional arguments.
     args, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        raise ConfigError(f"unknown argument {unknown[0]!r}{nearest(unknown[0].split('=')[0], flags)}")
+        flags = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
+        close = nearest(unknown[0].split("=")[0].lstrip("-"), flags).replace("'", "'--", 1)
+        raise ConfigError(f"unknown argument {unknown[0]!r}{close}")
     code = importlib.import_module(f"soliton.commands.{command}").run(args)
     sys.stdout.flush()
     return int(code)

@@ -20,7 +20,7 @@ from .config import Decision, EngineConfig
 from .config import settings as config_settings
 from .errors import BusyError, ConfigError, RequestError, nearest
 from .plan import MemoryPlan
-from .prompt import check_message, listed
+from .prompt import check_message, listed, plain_message
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
 from .sampling.params import SamplingParams
@@ -286,6 +286,7 @@ class Engine:
         for place, message in enumerate(messages):
             if isinstance(message, Mapping):  # render refuses anything else
                 check_message(place, message)
+        messages = [plain_message(message) for message in messages]
         chat.setdefault("add_generation_prompt", True)
         text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)
         ids = checkpoint.tokenizer.encode(text)

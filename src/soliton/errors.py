@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+BAD_INPUT = 2  # exit code of a command that refused what it was given
+
 
 class SolitonError(Exception):
     """Base of all errors that Soliton raises on purpose."""

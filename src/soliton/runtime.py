@@ -111,9 +111,12 @@ class Runtime:
             raise RequestError(f"n is {n!r}; a chain needs a whole number of drafts", param="n")
         if n < 1:
             raise RequestError(f"n is {n}; a chain has at least one draft", param="n")
-        room = self.stream.positions - length
+        assert self.config.max_context is not None
+        room = max(self.config.max_context - length, 0)
         if n > room:
-            raise RequestError(f"n is {n}, but only {room} positions are left after the prompt", param="n")
+            raise RequestError(
+                f"n is {n}, but max_context {self.config.max_context} leaves {room} after the prompt", param="n"
+            )
 
     def _chain(self, token: int, length: int, n: int) -> tuple[list[int], Tensor]:
         """The MTP over its own outputs from the stream's boundary; it leaves entries past ``length`` behind."""

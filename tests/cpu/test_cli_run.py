@@ -119,6 +119,15 @@ class TestGenerate:
             assert b"Traceback" not in run.stderr.read()
         assert run.returncode == 141
 
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+    def test_output_that_cannot_be_written(self, micro: str) -> None:
+        with open("/dev/full", "w") as full:
+            words = command("generate", micro, "--ids", "1", "--max-tokens", "3")
+            done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, env=CLEAN, text=True, timeout=120)
+        assert done.returncode == 74
+        assert done.stderr.strip().splitlines()[-1].startswith("soliton: the output cannot be written (No space left")
+        assert "Traceback" not in done.stderr
+
     def test_ctrl_c(self) -> None:
         words = command("generate", "pebble", "x = 1\n", "--ignore-eos", "--max-tokens", "3000")
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=CLEAN) as run:
@@ -161,7 +170,7 @@ class TestChat:
     def test_a_message_too_long_is_refused_and_forgotten(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert self.talk("word " * 300 + "\nhello\n", monkeypatch, "--max-context", "200") == 0
+        assert self.talk("word " * 300 + "\nhello\n", monkeypatch, "--max-context", "200") == 2
         refused, answered = capsys.readouterr().err.splitlines()
         assert refused.startswith("soliton: ") and "max_context" in refused
         assert self.cached(answered)[1] < 100

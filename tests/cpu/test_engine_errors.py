@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,13 @@ from soliton import (
 
 CONTEXT = 64
 PROMPT = [3, 1, 4, 1, 5]
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def said(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
 
 BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
     ("empty prompt", lambda e: e.generate([]), "the prompt is empty; it needs at least one token"),
@@ -45,6 +53,15 @@ BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
     ("a truth value", lambda e: e.generate([1, True]), "token 1 of the prompt is True, not an integer"),
     ("no role", lambda e: e.generate([{"content": "a"}]), "messages[0] has no role"),
     ("no content", lambda e: e.generate([{"role": "user"}]), "messages[0] has no content"),
+    ("content of no kind", lambda e: e.generate([said(5)]), "messages[0].content is 5; give a text or a list of text"),
+    ("an image", lambda e: e.generate([said([IMAGE])]), "content[0] is of type 'image_url'; the model reads text only"),
+    ("a part of no kind", lambda e: e.generate([said(["a"])]), "content[0] is 'a'; a part is an object such as"),
+    ("a part without text", lambda e: e.generate([said([{"type": "text"}])]), "content[0].text is None; give a text"),
+    (
+        "no token to begin with",
+        lambda e: e.generate(PROMPT, SamplingParams(min_tokens=1, stop_token_ids=list(range(64)))),
+        "min_tokens is 1, but all 64 token ids end the answer",
+    ),
     ("a huge integer", lambda e: e.generate(PROMPT, SamplingParams(temperature=10**400)), "temperature is too large"),
     ("beyond float32", lambda e: e.generate(PROMPT, SamplingParams(temperature=1e39)), "temperature is too large"),
     ("a long key", lambda e: e.generate(PROMPT, SamplingParams(logit_bias={"9" * 5000: 1})), "logit_bias"),  # type: ignore[dict-item]
@@ -57,7 +74,7 @@ BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
     ("logits of nothing", lambda e: e.logits([]), "the prompt is empty"),
     ("logits too long", lambda e: e.logits([1] * 65), "more than max_context 64"),
     ("an empty chain", lambda e: e.draft_chain(PROMPT, 0), "n is 0; a chain has at least one draft"),
-    ("a chain too long", lambda e: e.draft_chain(PROMPT, 10_000), "n is 10000, but only"),
+    ("a chain too long", lambda e: e.draft_chain(PROMPT, 10_000), "n is 10000, but max_context 64 leaves 59"),
 ]
 
 
@@ -75,6 +92,24 @@ def test_integers_of_other_libraries_are_ids() -> None:
     want = served.generate(PROMPT, greedy(8)).token_ids
     for prompt in (torch.tensor(PROMPT), torch.tensor(PROMPT).numpy(), tuple(PROMPT), iter(PROMPT)):
         assert served.generate(prompt, greedy(8)).token_ids == want  # type: ignore[arg-type]
+
+
+def test_text_parts_are_one_text() -> None:
+    tried = engine(nano(), max_context=CONTEXT)
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c the"}]
+    assert tried.encode([said(parts)]) == tried.encode([said("abc the")])
+    assert tried.encode([said([]), said("a")]) == tried.encode([said(""), said("a")])
+
+
+def test_a_chain_ends_with_the_context() -> None:
+    tried = engine(nano(), max_context=CONTEXT)
+    assert len(tried.draft_chain(PROMPT, CONTEXT - len(PROMPT))) == CONTEXT - len(PROMPT)
+    with pytest.raises(RequestError, match="n is 60, but max_context 64 leaves 59"):
+        tried.draft_chain(PROMPT, CONTEXT - len(PROMPT) + 1)
+
+
+def test_settings_may_be_numpys() -> None:
+    assert load(nano(), max_context=np.int64(64), run_ahead=np.int8(1)).config.max_context == 64
 
 
 def test_a_stream_is_refused_before_its_first_piece() -> None:

@@ -142,7 +142,6 @@ def tokenizer() -> Tokenizer:
 def expected_cut(ids: list[int], stops: list[str]) -> tuple[int, str] | None:
     """(tokens kept, text) of plain decoding with stop strings: token by token, the first token that completes one."""
     for count in range(1, len(ids) + 1):
-        text, _ = tokenizer().decode_with_ends(ids[:count])
         stream = tokenizer().stream()
         text = stream.push(ids[:count])
         found = [text.find(stop) for stop in stops if stop in text]

@@ -85,6 +85,7 @@ def test_ling_2_6_is_another_model() -> None:
     kda_keys = dict.fromkeys(("kda_lower_bound", "kda_safe_gate", "short_conv_kernel_size", "no_kda_lora"), ...)
     refused(config(architectures=["BailingMoeV2_5ForCausalLM"], **kda_keys), UnsupportedError, "Ling-2.6", "GLA", "KDA")
     refused(config(**kda_keys), UnsupportedError, "Ling-2.6", "kda_lower_bound")
+    refused(config(architectures=["LlamaForCausalLM"]), UnsupportedError, "LlamaForCausalLM", "BailingMoeV3ForCausalLM")
     refused(config(model_type="llama"), UnsupportedError, "'llama'", "bailing_hybrid")
     refused(config(KIMI, architectures=["OtherForCausalLM"]), UnsupportedError, "OtherForCausalLM", "KimiLinear")
 
@@ -92,6 +93,14 @@ def test_ling_2_6_is_another_model() -> None:
 @pytest.mark.parametrize("key", ["hidden_size", "num_experts", "kda_lower_bound", "rms_norm_eps", "head_dim"])
 def test_missing_key(key: str) -> None:
     refused(config(**{key: ...}), ConfigError, f"'{key}' is missing")
+
+
+@pytest.mark.parametrize("name", [LING, KIMI])
+@pytest.mark.parametrize("key", ["num_experts", "num_hidden_layers", "hidden_size", "vocab_size"])
+def test_absurd_sizes_are_refused_at_once(key: str, name: str) -> None:
+    refused(config(name, **{key: 10**12}), ConfigError, f"'{key}' is {10**12}", "no model has more than")
+    if key.startswith("num"):
+        refused(config(name, **{key: 10**7}), ConfigError, f"'{key}' is {10**7}", "no model has more than")
 
 
 def test_misspelt_required_key_is_pointed_at() -> None:

@@ -73,10 +73,9 @@ def test_conformance_checkpoints_open(name: str) -> None:
     checkpoint = open_checkpoint(SHARED / name)
     for role in checkpoint.roles():
         assert checkpoint.tensor(role).shape == checkpoint.table[role].shape
-        assert checkpoint.tensor(role).dtype == checkpoint.dtype_of(role)
     total = sum(f.stat().st_size for f in (SHARED / name).glob("model*.safetensors"))
     assert 0 < total - checkpoint.weight_bytes() < 200_000  # the rest is headers
-    assert checkpoint.dtype_of("layers.0.kda.A_log") == torch.float32
+    assert checkpoint.tensor("layers.0.kda.A_log").dtype == torch.float32
 
 
 def test_roles_and_shapes(tmp_path: Path) -> None:
@@ -111,8 +110,33 @@ def test_mtp_tensors_are_ignored_without_mtp(tmp_path: Path) -> None:
 
 def test_tied_head(tmp_path: Path) -> None:
     tied = micro(tie_word_embeddings=True)
-    checkpoint = open_checkpoint(write(tmp_path, tied, weights(tied) | {"lm_head.weight": torch.zeros(1)}))
+    tensors = weights(tied)
+    checkpoint = open_checkpoint(write(tmp_path, tied, tensors))
     assert checkpoint.spec.tied and not checkpoint.has("head")
+    tensors["lm_head.weight"] = tensors["model.word_embeddings.weight"].clone()
+    assert not open_checkpoint(write(tmp_path, tied, tensors)).has("head")
+    tensors["lm_head.weight"][3, 3] += 1
+    refused(write(tmp_path, tied, tensors), CheckpointError, "tie_word_embeddings", "'lm_head.weight' differs")
+    refused(write(tmp_path, tied, tensors | {"lm_head.weight": torch.zeros(1)}), CheckpointError, "differs")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_no_number(tmp_path: Path, bad: float) -> None:
+    tensors = weights(micro())
+    tensors[NORM][5] = bad
+    checkpoint = open_checkpoint(write(tmp_path, tensors=tensors))
+    checkpoint.tensor("embed")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' holds NaN or infinity"):
+        checkpoint.tensor("norm")
+
+
+def test_text_files_that_are_no_text(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"top_k": ' + "9" * 5000 + "}")
+    refused(tmp_path, CheckpointError, "generation_config.json", "not readable as JSON")
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ x }}\xff")
+    refused(tmp_path, CheckpointError, "chat_template.jinja", "not UTF-8 text at byte 7")
 
 
 def test_missing_extra_and_both(tmp_path: Path) -> None:

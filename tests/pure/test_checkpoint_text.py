@@ -59,10 +59,6 @@ def test_stream_equals_decode_for_any_ids_and_cuts(tokenizer: Tokenizer, data: s
         pieces.append(stream.push(ids[i : i + step]))
         i += step
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids, skip)
-    text, ends = tokenizer.decode_with_ends(ids, skip)
-    assert text == tokenizer.decode(ids, skip) and len(ends) == len(ids) and ends == sorted(ends)
-    if ids:
-        assert ends[-1] == len(text)
 
 
 @given(text=st.text(max_size=30))
@@ -82,10 +78,10 @@ def test_incomplete_end_is_replaced_at_flush(tokenizer: Tokenizer) -> None:
     assert stream.push(tokenizer.encode("fresh")) == "fresh"
 
 
-def test_ends_of_a_split_character(tokenizer: Tokenizer) -> None:
+def test_a_split_character_comes_with_its_last_token(tokenizer: Tokenizer) -> None:
+    stream = tokenizer.stream()
     ids = tokenizer.encode("a\u20acb")  # three bytes without a merge
-    text, ends = tokenizer.decode_with_ends(ids)
-    assert text == "a\u20acb" and ends == [1, 1, 1, 2, 3]
+    assert [stream.push([token]) for token in ids] == ["a", "", "", "\u20ac", "b"]
 
 
 def test_tokenizer_faults(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from soliton.cli import COMMANDS, Parser, main, parser_for
 from soliton.commands import common
+from soliton.commands.generate import take_words
 from soliton.config import EngineConfig, settings
 from soliton.sampling.params import SamplingParams
 
@@ -58,6 +59,9 @@ class TestRefusals:
             (["generate", "pebble", "--ids", "1,x"], "'1,x'"),
             (["generate", "pebble", "--ids", ""], "prompt is empty"),
             (["generate", "pebble", "one", "two"], "'two'"),
+            (["generate", "--model", "pebble", "one", "two"], "two models: 'one' and --model 'pebble'"),
+            (["chat", "pebble", "--model-path", "x"], "two models: 'pebble' and --model 'x'"),
+            (["generate", "--wat"], "unknown argument '--wat'"),
             (["generate", "pebble", "--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read"),
             (["generate", "pebble", "--messages", "nowhere.json"], "nowhere.json: cannot be read"),
             (["generate", "pebble", "hi", "--speculation", "off", "--draft", "x"], "contradicts"),
@@ -155,6 +159,34 @@ class TestEngineFlags:
         assert common.config_given(parsed()).model == "pebble"
         monkeypatch.setenv("SOLITON_MODEL", "other")
         assert common.config_given(parsed()).model == "other"
+
+    @pytest.mark.parametrize(
+        ("words", "model", "prompt"),
+        [
+            (["m", "p"], "m", "p"),
+            (["--model", "m", "p"], "m", "p"),
+            (["p", "--model-path", "m"], "m", "p"),
+            (["-"], "pebble", "-"),
+            (["--config", "FILE", "p"], "file", "p"),
+            (["--config", "FILE", "m", "p"], "m", "p"),
+            (["--config", "FILE", "m", "--ids", "1"], "m", None),
+        ],
+    )
+    def test_a_bare_word_is_the_prompt_where_something_else_names_the_model(
+        self, words: list[str], model: str, prompt: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("SOLITON_MODEL", raising=False)
+        file = tmp_path / "engine.toml"
+        file.write_text('model = "file"\n')
+        args = parsed(*(str(file) if word == "FILE" else word for word in words))
+        take_words(args)
+        assert (common.config_given(args).model, args.prompt) == (model, prompt)
+
+    def test_a_bare_word_beside_the_variable_is_the_prompt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SOLITON_MODEL", "m")
+        args = parsed("p")
+        take_words(args)
+        assert (common.config_given(args).model, args.prompt) == ("m", "p")
 
     def test_no_two_arguments_of_one_name(self) -> None:
         for command in COMMANDS:

@@ -37,7 +37,7 @@ def engine(**values: Any) -> EngineConfig:
 
 def parsed(line: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, EngineConfig, positional=("model",))
+    add_arguments(parser, EngineConfig)
     return flags_given(parser.parse_args(line.split()), EngineConfig)
 
 
@@ -67,21 +67,21 @@ class TestPrecedence:
 
     def test_a_wrong_value_is_refused_even_where_a_stronger_source_replaces_it(self) -> None:
         with pytest.raises(ConfigError, match="SOLITON_RUN_AHEAD"):
-            bind(EngineConfig, flags=parsed("m --run-ahead 2"), env={"SOLITON_RUN_AHEAD": "two"})
+            bind(EngineConfig, flags=parsed("--model m --run-ahead 2"), env={"SOLITON_RUN_AHEAD": "two"})
 
 
 class TestFlags:
     def test_only_given_flags_are_in_the_namespace(self) -> None:
-        assert parsed("pebble") == {"model": "pebble"}
+        assert parsed("--model pebble") == {"model": "pebble"}
         assert parsed("") == {}
 
     @pytest.mark.parametrize(
         "line",
         [
-            "m --speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1"
+            "--model-path m --speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1"
             " --speculative-num-draft-tokens 3 --context-length 4096 --chunked-prefill-size 256 --random-seed 7",
-            "m --speculation nextn --speculative-num-steps 2 --speculative-num-draft-tokens 3 --max-context 4096"
-            " --prefill-chunk 256 --seed 7",
+            "--model-path m --speculation nextn --speculative-num-steps 2 --speculative-num-draft-tokens 3"
+            " --max-context 4096 --prefill-chunk 256 --seed 7",
         ],
         ids=["sglang", "own"],
     )
@@ -325,8 +325,8 @@ class TestTree:
     def test_bound_from_all_sources(self, tmp_path: Path) -> None:
         file = write(tmp_path, "s.toml", 'port = 9000\npatience = 2\n[engine]\nmodel = "m"\nrun_ahead = 1\n')
         parser = argparse.ArgumentParser()
-        add_arguments(parser, Serving, positional=("engine.model",))
-        given_flags = flags_given(parser.parse_args(["n", "--max-context", "77", "--quiet"]), Serving)
+        add_arguments(parser, Serving)
+        given_flags = flags_given(parser.parse_args(["--model", "n", "--max-context", "77", "--quiet"]), Serving)
         config = bind(Serving, flags=given_flags, env={"SOLITON_PORT": "9001"}, file=file)
         inner = EngineConfig(model="n", run_ahead=1, max_context=77)
         assert config == Serving(engine=inner, port=9001, quiet=True, patience=2)

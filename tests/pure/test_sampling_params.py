@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from soliton.errors import CheckpointError, RequestError
@@ -38,7 +39,7 @@ BAD = [
     ("stop", ["a", ""]), ("stop", [1]), ("stop", 5), ("stop", ["x"] * 17), ("stop_token_ids", [100]),
     ("stop_token_ids", [-1]), ("stop_token_ids", ["3"]), ("stop_token_ids", 3), ("stop_token_ids", "3"),
     ("logit_bias", {100: 1}), ("logit_bias", {3: 101}), ("logit_bias", {3: math.nan}), ("logit_bias", {"x": 1}),
-    ("logit_bias", [1]), ("logit_bias", {3: 1, "3": 2}),
+    ("logit_bias", [1]), ("logit_bias", []), ("logit_bias", 0), ("stop_token_ids", 0), ("logit_bias", {3: 1, "3": 2}),
 ]  # fmt: skip
 
 
@@ -84,6 +85,36 @@ def test_greedy_and_processors():
         assert resolve(**kw).processors
     assert not resolve(presence_penalty=-0.0, logit_bias={3: 0}).processors
     assert math.copysign(1, resolve(presence_penalty=-0.0).presence_penalty) == 1
+
+
+def test_numbers_of_numpy_are_numbers():
+    values = {"max_tokens": np.int64(9), "min_tokens": np.int32(2), "seed": np.int64(5), "top_k": np.int16(4)}
+    values |= {"temperature": np.float32(0.5), "top_p": np.float64(0.25), "logprobs": np.int8(2)}
+    r = resolve(**values, stop_token_ids=[np.int64(3)], logit_bias={np.int64(4): np.float32(1)})
+    assert (r.max_tokens, r.min_tokens, r.seed, r.top_k, r.temperature, r.top_p) == (9, 2, 5, 4, 0.5, 0.25)
+    assert r.stop_ids[-1] == 3 and r.logit_bias == ((4, 1.0),) and r.logprobs == 2
+    listed = [r.max_tokens, r.min_tokens, r.seed, r.top_k, r.logprobs, *r.stop_ids, r.logit_bias[0][0]]
+    assert all(type(v) is int for v in listed)
+    for name, value in (("max_tokens", np.float32(3)), ("temperature", np.float32("nan")), ("seed", np.bool_(True))):
+        with pytest.raises(RequestError, match=name):
+            resolve(**{name: value})
+
+
+def test_do_sample():
+    """The checkpoint's false means greedy, until a request brings a temperature."""
+    assert resolve({"do_sample": False}).greedy and resolve({"do_sample": False, "temperature": 0.7}).greedy
+    assert resolve({"do_sample": False}, temperature=0.7).temperature == 0.7
+    assert not resolve({"do_sample": True}).greedy
+    with pytest.raises(CheckpointError, match="do_sample must be true or false, not 'no'"):
+        resolve({"do_sample": "no"})
+
+
+def test_min_tokens_needs_a_token_that_does_not_end():
+    everything = list(range(VOCAB))
+    assert len(resolve(stop_token_ids=everything).stop_ids) == VOCAB
+    resolve(min_tokens=1, stop_token_ids=everything[1:], eos_ids=())
+    with pytest.raises(RequestError, match="min_tokens is 1, but all 100 token ids end the answer"):
+        resolve(min_tokens=1, stop_token_ids=everything[:-1], eos_ids=(99,))
 
 
 def test_stop_ids():

@@ -36,7 +36,7 @@ def buffers(rows, vocab):
 
 CALLS = {
     "uniform": lambda b: philox.uniform(b["count"], b["chosen"], philox.STREAM_FINAL),
-    "uniform53": lambda b: philox.uniform53(b["count"], b["chosen"], philox.STREAM_DRAFT, lanes=2),
+    "lanes": lambda b: philox.uniform(b["count"], b["chosen"], philox.STREAM_DRAFT, lanes=2),
     "sort": lambda b: law.distribution(b["logits"], b["scalar"], b["count"], b["scalar"], b["scalar"], method="sort"),
     "threshold": lambda b: law.distribution(b["logits"], b["scalar"], b["count"], b["scalar"], b["scalar"]),
     "pick": lambda b: law.pick(b["probs"], b["logits"][:, 0]),

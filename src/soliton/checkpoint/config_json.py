@@ -12,6 +12,8 @@ from typing import Any
 
 from soliton.checkpoint.config_keys import (
     HOUSEKEEPING,
+    MOST_EXPERTS,
+    MOST_LAYERS,
     Reader,
     dtype_name,
     limits,
@@ -71,6 +73,11 @@ def _check_bailing(config: Mapping[str, Any], named: list[str], where: str) -> N
     # decoder that does not look further writes fluent nonsense.
     kda = [k for k in _KDA_KEYS if k in config]
     known = not named or any(a in _BAILING_ARCHITECTURES for a in named)
+    if kda and not known and not any(a.startswith("Bailing") for a in named):
+        raise UnsupportedError(
+            f"{where}: architecture {', '.join(named)}; supported with model_type bailing_hybrid is "
+            f"{_BAILING_ARCHITECTURES[0]}"
+        )
     if not known or not kda:
         fault = f"architecture {', '.join(named)}" if not known else f"none of the keys {', '.join(_KDA_KEYS)}"
         raise UnsupportedError(
@@ -218,7 +225,7 @@ def _bailing(reader: Reader, name: str) -> ModelSpec:
     granularity = "gated_attention_proj_granularity_type"
     reader.must(granularity, ("head_wise", None), None, "the MLA output gate is one value a head")
 
-    layers, heads = reader.integer("num_hidden_layers"), reader.integer("num_attention_heads")
+    layers, heads = reader.integer("num_hidden_layers", high=MOST_LAYERS), reader.integer("num_attention_heads")
     eps, vocab = reader.positive("rms_norm_eps"), reader.integer("vocab_size")
     rope_dim = reader.integer("qk_rope_head_dim")
     rotary = reader.optional_integer("rotary_dim")
@@ -249,7 +256,7 @@ def _bailing(reader: Reader, name: str) -> ModelSpec:
 
     def moe(limit: float, shared_limit: float) -> MoeSpec:
         return MoeSpec(
-            experts=reader.integer("num_experts"),
+            experts=reader.integer("num_experts", high=MOST_EXPERTS // layers),
             top_k=reader.integer("num_experts_per_tok"),
             groups=reader.integer("n_group", 1),
             top_groups=reader.integer("topk_group", 1),
@@ -309,7 +316,7 @@ def _kimi(reader: Reader, name: str) -> ModelSpec:
     reader.must("moe_layer_freq", 1, 1, "every layer after the dense ones has experts")
     reader.must("num_nextn_predict_layers", (0, None), 0, "Kimi-Linear is decoded without an MTP layer (set it to 0)")
 
-    layers, eps = reader.integer("num_hidden_layers"), reader.positive("rms_norm_eps")
+    layers, eps = reader.integer("num_hidden_layers", high=MOST_LAYERS), reader.positive("rms_norm_eps")
     vocab = reader.integer("vocab_size")
     linear = reader.object("linear_attn_config")
     head_dim = linear.integer("head_dim")
@@ -331,7 +338,7 @@ def _kimi(reader: Reader, name: str) -> ModelSpec:
     grouped = reader.flag("use_grouped_topk", True)
     groups, kept = reader.integer("num_expert_group", 1), reader.integer("topk_group", 1)
     moe = MoeSpec(
-        experts=reader.integer("num_experts"),
+        experts=reader.integer("num_experts", high=MOST_EXPERTS // layers),
         top_k=reader.integer("num_experts_per_token"),
         groups=groups if grouped else 1,
         top_groups=kept if grouped else 1,

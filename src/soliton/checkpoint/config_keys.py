@@ -38,6 +38,9 @@ HOUSEKEEPING = words(
 )
 
 DTYPES = ("bfloat16", "float16", "float32")
+# Far beyond any model: a count above it is a typing error, found before anything of that size is built.
+MOST = 1 << 31
+MOST_LAYERS, MOST_EXPERTS = 1 << 10, 1 << 18  # experts: of all layers together
 
 _MISSING = object()
 
@@ -67,13 +70,15 @@ class Reader:
     def fault(self, key: str, value: Any, want: str) -> ConfigError:
         return ConfigError(f"{self.where}: '{key}' is {value!r}, but {want}")
 
-    def integer(self, key: str, default: Any = _MISSING, *, low: int = 1) -> int:
+    def integer(self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = MOST) -> int:
         value = self.raw(key, default)
         # A float such as 4.0 comes from tools that rewrite JSON; 4.5 and true do not mean a count.
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.fault(key, value, f"a whole number of at least {low} is needed")
+        if value > high:
+            raise self.fault(key, value, f"no model has more than {high}; take config.json from the checkpoint")
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:

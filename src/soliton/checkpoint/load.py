@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from soliton.checkpoint.config_json import spec_from_config
-from soliton.checkpoint.names import Entry, ignorable, tensor_table
-from soliton.checkpoint.shards import SafetensorsSource, TensorSource, read_json
+from soliton.checkpoint.names import HEAD, Entry, ignorable, tensor_table
+from soliton.checkpoint.shards import SafetensorsSource, TensorSource, read_json, read_text
 from soliton.checkpoint.synthetic import PREFIX, open_synthetic
 from soliton.checkpoint.tokenizer import Tokenizer
 from soliton.errors import CheckpointError, ConfigError, UnsupportedError
@@ -64,13 +64,16 @@ class Checkpoint:
             raise KeyError(f"{self.name} has no tensor for the role '{role}'") from None
 
     def tensor(self, role: str, device: str | torch.device = "cpu") -> Tensor:
-        """The tensor of ``role`` in its canonical shape and the file's dtype, on ``device``."""
-        stored = self.source.get(self._file(role), device)
-        return stored.reshape(self.table[role].shape)
+        """The tensor of ``role`` in its canonical shape and the file's dtype, on ``device``.
 
-    def dtype_of(self, role: str) -> torch.dtype:
-        """The dtype in which the files hold ``role``."""
-        return self.source.info(self._file(role))[1]
+        CheckpointError when it holds NaN or infinity: one such weight makes every answer nonsense.
+        """
+        stored = self.source.get(self._file(role), device)
+        if not bool(torch.isfinite(stored.sum(dtype=torch.float32))):
+            raise CheckpointError(
+                f"{self.path or self.name}: tensor '{self._file(role)}' holds NaN or infinity; download the file again"
+            )
+        return stored.reshape(self.table[role].shape)
 
     def weight_bytes(self) -> int:
         """Bytes of all tensors of the spec (the MTP layer's included) in the files' dtypes."""
@@ -235,7 +238,19 @@ def _match(spec: ModelSpec, table: dict[str, Entry], source: TensorSource, where
                 f"{where}: tensor '{name}' is stored as {str(dtype).removeprefix('torch.')}; supported are bfloat16, "
                 "float16 and float32: use the bf16 checkpoint"
             )
+    _check_tied(spec, files["embed"], source, where)
     return files
+
+
+def _check_tied(spec: ModelSpec, embed: str, source: TensorSource, where: str) -> None:
+    """A tied config beside files with a head of their own: fine where it repeats the embedding, else they disagree."""
+    if not spec.tied or HEAD not in source.names():
+        return
+    if source.info(HEAD) != source.info(embed) or not torch.equal(source.get(HEAD), source.get(embed)):
+        raise CheckpointError(
+            f"{where}: config.json says tie_word_embeddings, but '{HEAD}' differs from '{embed}'; set "
+            "tie_word_embeddings to false to use the head, or remove it from the files"
+        )
 
 
 def _eos_ids(generation: dict[str, Any], spec: ModelSpec, path: Path) -> tuple[int, ...]:
@@ -265,7 +280,7 @@ def _chat_template(path: Path, settings: dict[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's string or its list of named templates ("default")."""
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     value = settings.get("chat_template")
     if value is None or isinstance(value, str):
         return value

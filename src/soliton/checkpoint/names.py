@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from soliton.model.spec import DenseSpec, KdaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
 Shape = tuple[int, ...]
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def tensor_table(spec: ModelSpec) -> dict[str, Entry]:
         _layer(table, names, layer, f"layers.{layer.index}.", hidden)
     table.put("norm", "model.norm.weight", hidden)
     if not spec.tied:
-        table.put("head", "lm_head.weight", spec.vocab, hidden)
+        table.put("head", HEAD, spec.vocab, hidden)
     if spec.mtp is not None:
         file = f"model.layers.{spec.mtp.index}."
         table.put("mtp.enorm", f"{file}enorm.weight", hidden)
@@ -161,7 +162,7 @@ def _moe(table: _Table, names: _Naming, moe: MoeSpec, role: str, file: str, hidd
 
 def ignorable(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor that no role names may lie in the files: nothing in the decoder would use it."""
-    if name.endswith("rotary_emb.inv_freq") or (spec.tied and name == "lm_head.weight"):
+    if name.endswith("rotary_emb.inv_freq") or (spec.tied and name == HEAD):
         return True
     count = len(spec.layers)
     if spec.mtp is not None:

@@ -50,20 +50,29 @@ class TensorSource(Protocol):
         ...
 
 
-def read_json(path: Path) -> Any:
-    """Parsed JSON of ``path``; CheckpointError naming file, line and column when it cannot be read."""
+def read_text(path: Path) -> str:
+    """The text of ``path``; CheckpointError when it cannot be read or is not UTF-8."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path}: not UTF-8 text at byte {error.start}; download the file again") from error
+
+
+def read_json(path: Path) -> Any:
+    """Parsed JSON of ``path``; CheckpointError naming file, line and column when it cannot be read."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
     except RecursionError as error:
         raise CheckpointError(f"{path}: nested too deeply to be a checkpoint's file; download it again") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"{path}: not valid JSON at line {error.lineno} column {error.colno} ({error.msg}); download it again"
         ) from error
+    except ValueError as error:  # such as a number of thousands of digits
+        raise CheckpointError(f"{path}: not readable as JSON ({error}); download it again") from error
 
 
 def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

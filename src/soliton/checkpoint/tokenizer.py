@@ -82,22 +82,6 @@ class Tokenizer:
         """A fresh incremental decoder."""
         return Detokeniser(self, skip_special)
 
-    def decode_with_ends(self, ids: Sequence[int], skip_special: bool = True) -> tuple[str, list[int]]:
-        """(text, ends): ends[i] = characters of the text that are complete once token i is there.
-
-        A character spread over several tokens counts for the last of them. The last entry is len(text), so cutting
-        ids after token i and text at ends[i] leaves a text that loses at most an incomplete character.
-        """
-        stream, pieces, ends, length = self.stream(skip_special), [], [], 0
-        for token in ids:
-            pieces.append(stream.push((token,)))
-            length += len(pieces[-1])
-            ends.append(length)
-        pieces.append(stream.flush())
-        if ends:
-            ends[-1] += len(pieces[-1])
-        return "".join(pieces), ends
-
 
 class Detokeniser:
     """Text of a growing list of ids. All pieces and the flush together equal Tokenizer.decode of all ids.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import RequestError, UnsupportedError
+from ..errors import BAD_INPUT, RequestError, UnsupportedError
 from . import common
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
         for line in _lines():
             if not talk.take(line):
                 break
-    return 0
+    # a script has to learn that a message got no answer; somebody at a terminal has read it
+    return BAD_INPUT if talk.refused and not sys.stdin.isatty() else 0
 
 
 def _lines() -> Iterator[str]:
@@ -70,6 +71,7 @@ class Talk:
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None) -> None:
         self._engine, self._params, self._system = engine, params, system
         self.history: list[dict[str, str]] = []
+        self.refused = 0
 
     def take(self, line: str) -> bool:
         """Act on one line of the user; False when it ends the talk."""
@@ -93,6 +95,7 @@ class Talk:
             pieces = self._engine.stream([*system, *self.history, asked], self._params)
         except RequestError as error:  # too long, or refused by the template: the talk goes on without it
             print(f"soliton: {error}", file=sys.stderr)
+            self.refused += 1
             return
         parts: list[str] = []
         last: Piece | None = None

@@ -102,8 +102,9 @@ def sampling_given(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """MODEL, --config and a flag for each setting of the engine."""
     group = parser.add_argument_group("engine", "Each is also an environment variable, and a key of the file.")
-    add_arguments(typing.cast(argparse.ArgumentParser, group), EngineConfig, positional=("model",))
+    add_arguments(typing.cast(argparse.ArgumentParser, group), EngineConfig)
     group.add_argument("--config", metavar="FILE", help="settings from a .toml or .json file")
+    parser.add_argument("word", metavar="model", nargs="?", help="as --model")
 
 
 def names_model(args: argparse.Namespace) -> bool:
@@ -111,8 +112,18 @@ def names_model(args: argparse.Namespace) -> bool:
     return "model" in args or "SOLITON_MODEL" in os.environ or args.config is not None
 
 
+def take_model(args: argparse.Namespace) -> None:
+    """Make the bare MODEL of the command line what --model says."""
+    if args.word is None:
+        return
+    if "model" in args:
+        raise ConfigError(f"two models: {args.word!r} and --model {args.model!r}; give one of them")
+    args.model, args.word = args.word, None
+
+
 def config_given(args: argparse.Namespace) -> EngineConfig:
     """The engine's config from flags over environment over file; the bundled model when nothing names one."""
+    take_model(args)
     flags = flags_given(args, EngineConfig)
     if not names_model(args):
         flags["model"] = DEFAULT_MODEL

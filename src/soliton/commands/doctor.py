@@ -25,6 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine, print."""
+    common.take_model(args)
     named, flags = common.names_model(args), flags_given(args, EngineConfig)
     if flags and not named:
         raise ConfigError(f"{', '.join(flags)}: settings are examined for a model; give MODEL as well")

@@ -40,8 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, answer."""
-    if getattr(args, "model", None) == "-" and args.prompt is None:
-        args.prompt = args.__dict__.pop("model")  # `generate -`: stdin to the default model
+    take_words(args)
     config = common.config_given(args)
     prompt = _prompt(args)
     params = common.sampling_given(args, **(DEMO if args.demo else {}))
@@ -51,6 +50,14 @@ def run(args: argparse.Namespace) -> int:
         if args.demo:
             print(DEMO_PROMPT, end="", flush=True)
         return _text(engine, prompt, params, demo=args.demo)
+
+
+def take_words(args: argparse.Namespace) -> None:
+    """One bare word is the prompt where something else names the model; "-" always is."""
+    others = (args.prompt, args.prompt_file, args.ids, args.messages)
+    alone = args.word is not None and others == (None,) * 4 and not args.demo
+    if alone and (args.word == "-" or common.names_model(args)):
+        args.prompt, args.word = args.word, None
 
 
 def _prompt(args: argparse.Namespace) -> Prompt:

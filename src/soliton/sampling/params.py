@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -97,6 +98,11 @@ class SamplingParams:
             if own != getattr(SamplingParams, name) and own != value:
                 raise RequestError(f"{alias} is {value} but {name} is {own}; give one of them", param=alias)
             object.__setattr__(self, name, value)
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, numbers.Real) and not isinstance(value, bool | int | float):
+                plain = int(value) if isinstance(value, numbers.Integral) else float(value)
+                object.__setattr__(self, item.name, plain)  # numpy's numbers become Python's
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -139,8 +145,11 @@ class SamplingParams:
         _alternatives("prompt_logprobs", self.prompt_logprobs, None)
         _alternatives("logprobs", self.logprobs, self.top_logprobs)
         _stop_strings(self.stop)
-        _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, vocab)
-        _bias(self.logit_bias or {}, vocab)
+        self._own_stops(vocab)
+        _bias({} if self.logit_bias is None else self.logit_bias, vocab)
+
+    def _own_stops(self, vocab: int | None) -> tuple[int, ...]:
+        return _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, vocab)
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
@@ -166,7 +175,8 @@ class SamplingParams:
         """Check everything and fill in the defaults.
 
         defaults: the checkpoint's generation_config (temperature, top_p, top_k, min_p and repetition_penalty are read,
-        other keys ignored; a bad value is a CheckpointError). vocab: ids are 0 .. vocab - 1. eos_ids: the model's end
+        and do_sample, whose false means greedy unless the request has a temperature; other keys are ignored, a bad
+        value is a CheckpointError). vocab: ids are 0 .. vocab - 1. eos_ids: the model's end
         ids. room: tokens the context has left after the prompt; a larger max_tokens is refused, None becomes room.
         """
         self.validate(vocab=vocab)
@@ -183,10 +193,17 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}, but there is room for {max_tokens} tokens", param="min_tokens"
             )
-        bias = _bias(self.logit_bias or {}, vocab)
+        bias = _bias({} if self.logit_bias is None else self.logit_bias, vocab)
         presence, frequency = float(self.presence_penalty or 0.0), float(self.frequency_penalty or 0.0)
         repetition = float(given["repetition_penalty"])
         ends = () if self.ignore_eos else tuple(eos_ids)
+        stops = tuple(dict.fromkeys((*ends, *self._own_stops(vocab))))
+        if self.min_tokens > 0 and len(stops) >= vocab:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}, but all {vocab} token ids end the answer, so no token could be its "
+                "first; leave one out of stop_token_ids",
+                param="min_tokens",
+            )
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Resolved(
             greedy=greedy,
@@ -202,7 +219,7 @@ class SamplingParams:
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
             seed=seed,
-            stop_ids=tuple(dict.fromkeys((*ends, *(self.stop_token_ids or ())))),
+            stop_ids=stops,
             stop_strings=_stop_strings(self.stop),
             skip_special_tokens=self.skip_special_tokens,
             logprobs=_alternatives("logprobs", self.logprobs, self.top_logprobs),
@@ -213,6 +230,8 @@ class SamplingParams:
         own: float | None = getattr(self, name)
         if own is not None:
             return own
+        if name == "temperature" and self._greedy_default(defaults):
+            return 0.0
         value: float | None = defaults.get(name)
         if value is None:
             return neutral
@@ -225,24 +244,35 @@ class SamplingParams:
             raise CheckpointError(f"generation_config: {error}") from error
         return value
 
+    @staticmethod
+    def _greedy_default(defaults: Mapping[str, Any]) -> bool:
+        value = defaults.get("do_sample")
+        if value is not None and not isinstance(value, bool):
+            raise CheckpointError(f"generation_config: do_sample must be true or false, not {value!r}")
+        return value is False
+
 
 _DEFAULTED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise RequestError(f"{name} must be a number, not {value!r}", param=name)
-    if isinstance(value, float) and not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        number = 2 * LARGEST
+    if not math.isfinite(number):
         raise RequestError(f"{name} is {value}; it must be finite", param=name)
-    if abs(value) > LARGEST:
+    if abs(number) > LARGEST:
         raise RequestError(f"{name} is too large; at most {LARGEST:g} is taken", param=name)
-    return float(value)
+    return number
 
 
 def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestError(f"{name} must be a whole number, not {value!r}", param=name)
-    return value
+    return int(value)
 
 
 def _in_range(name: str, value: object) -> None:
@@ -292,13 +322,15 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(strings))
 
 
-def _ids(name: str, ids: object, vocab: int | None) -> None:
+def _ids(name: str, ids: object, vocab: int | None) -> tuple[int, ...]:
     if not isinstance(ids, (list, tuple, set, frozenset)):  # an iterator would be empty the second time
         raise RequestError(f"{name} must be a list of token ids, not {ids!r}", param=name)
-    for token in ids:
-        if _integer(name, token) < 0 or (vocab is not None and token >= vocab):
+    found = tuple(_integer(name, token) for token in ids)
+    for token in found:
+        if token < 0 or (vocab is not None and token >= vocab):
             upper = "the vocabulary" if vocab is None else f"the vocabulary of {vocab}"
             raise RequestError(f"{name} has token id {token}, which is outside {upper}", param=name)
+    return found
 
 
 def _bias(bias: object, vocab: int | None) -> tuple[tuple[int, float], ...]:
@@ -308,8 +340,7 @@ def _bias(bias: object, vocab: int | None) -> tuple[tuple[int, float], ...]:
     out: dict[int, float] = {}
     for key, value in bias.items():
         written = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= DIGITS
-        token = int(key) if written else key
-        _ids("logit_bias", (token,), vocab)
+        (token,) = _ids("logit_bias", (int(key) if written else key,), vocab)
         number = _number("logit_bias", value)
         if not -100 <= number <= 100:
             raise RequestError(

@@ -81,13 +81,3 @@ def uniform(seed: Tensor, position: Tensor, stream: int | Tensor, lanes: int = 1
     """
     out = (words(seed, position, stream, lanes) >> 8).to(torch.float32) * 2.0**-24
     return out.squeeze(-1) if lanes == 1 else out
-
-
-def uniform53(seed: Tensor, position: Tensor, stream: int | Tensor, lanes: int = 1) -> Tensor:
-    """float64 in [0, 1) with 53 random bits, two words a lane; shapes as in `uniform`.
-
-    Lane 0 begins with the same 24 bits as lane 0 of `uniform`: take one of the two for a given stream.
-    """
-    drawn = words(seed, position, stream, 2 * lanes)
-    out = ((drawn[..., 0::2] << 21) | (drawn[..., 1::2] >> 11)).to(torch.float64) * 2.0**-53
-    return out.squeeze(-1) if lanes == 1 else out
