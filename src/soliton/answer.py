@@ -15,12 +15,10 @@ from .model.prefill import Pass, logits_of
 from .runtime import Runtime
 from .sampling.logprobs import TokenLogprob, assemble, gather
 from .sampling.params import Resolved
-from .speculation.verify import Mode
+from .speculation.verify import ROLLING, Mode
 from .step.loop import StepOutput
 from .step.relay import STOPPED
 from .step.request import begin
-
-ROLLING = 512  # committed tokens between checkpoints of a long answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +92,8 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]
         self._committed = list(prompt)  # prompt, then every token the device committed, cut or not
         self._running = False
-        self._cut = False
+        self._cut = self._ended = False
         self._snapshots: dict[int, Snapshot] = {}
-        self._last_saved = len(prompt)
 
     def run(self, aborted: Callable[[], bool]) -> Iterator[Block]:
         """Yield blocks; exactly the last has a finish reason. ``finish`` must be called afterwards, come what may."""
@@ -109,7 +106,8 @@ class Answer:
         runtime, params = self._runtime, self.params
         with torch.inference_mode():
             begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
-        program = runtime.programs[Mode(sampled=not params.greedy, processors=params.processors)]
+        processors = params.processors or (runtime.on_gpu and params.logprobs is not None)  # which log there
+        program = runtime.programs[Mode(sampled=not params.greedy, processors=processors)]
         cutter = Cutter(runtime.checkpoint.tokenizer, params)
         steps = runtime.loop.run(
             program, limit=self._limit, top_logprobs=params.logprobs, after_launch=self._after_launch
@@ -128,11 +126,13 @@ class Answer:
         raise AssertionError("the loop ended without a finish code")
 
     def finish(self, *, save: bool) -> None:
-        """Freeze and drain what is in flight; checkpoint the answer's end where that is useful and ``save`` allows
-        (a step that was interrupted leaves no state worth keeping)."""
+        """Freeze and drain what is in flight; checkpoint the answer's end if the device ended it and ``save`` allows (a
+        step that was interrupted leaves no state worth keeping). Where a reader left, the device stands at a place that
+        depends on the depth and the drafts, and a later answer must not."""
         if not self._running:
             return
         self._running = False
+        self._cut = self._cut or not self._ended
         for step in self._runtime.loop.drain():
             self._take(step)
         if save and self._runtime.config.prefix_reuse == "fast" and not self._cut:
@@ -194,17 +194,18 @@ class Answer:
         """Note what the device committed, and turn a snapshot of this step into a checkpoint."""
         self._committed += step.tokens
         snapshot = self._snapshots.pop(self._runtime.loop.consumed, None)
-        if snapshot is not None:
+        if snapshot is not None and not self._cut:
             with torch.inference_mode():
                 self._runtime.tree.save(self._committed[: step.length], self._runtime.stream, snapshot)
 
     def _after_launch(self) -> None:
-        """Between launches: every ROLLING committed tokens copy the state out, to be named when its step is read."""
-        if self._runtime.config.prefix_reuse != "fast" or len(self._committed) - self._last_saved < ROLLING:
+        """Between launches: at every multiple of ROLLING copy the state out, to be named when its step is read."""
+        runtime = self._runtime
+        if runtime.config.prefix_reuse != "fast" or runtime.on_gpu:
             return
-        self._last_saved = len(self._committed)
         with torch.inference_mode():
-            self._snapshots[self._runtime.loop.launched] = Snapshot.take(self._runtime.stream)
+            if int(runtime.relay.taken) and int(runtime.relay.length) % ROLLING == 0:
+                self._snapshots[runtime.loop.launched] = Snapshot.take(runtime.stream)
 
     def _block(self, step: StepOutput, cutter: Cutter) -> Block:
         now = time.perf_counter()
@@ -213,6 +214,7 @@ class Answer:
         if matched:
             reason, self._cut = "stop", True
         elif step.reason:
+            self._ended = True
             reason = "stop" if step.reason == STOPPED else "length"
             text += cutter.flush()
         self.emitted += kept

@@ -52,7 +52,7 @@ def parse_size(value: int | str | None, key: str) -> int | None:
     """Bytes from a count or a text such as "8GiB" or "500MB"; None stays None."""
     if value is None or isinstance(value, int):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([a-zA-Z]*)\s*", value)
     if not match or match[2].lower() not in _UNITS or ("." in match[1] and not match[2]):
         raise ConfigError(f"{key} = {value!r}: expected bytes, as a count or a text such as 8GiB or 500MB")
     unit = _UNITS[match[2].lower()]
@@ -165,25 +165,26 @@ def bind(
     flags: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
     file: str | Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """A config from flags over environment over file over defaults. ``flags`` are by key, as ``flags_given`` returns.
+    """A config from flags over environment over file over defaults. ``flags`` are by key, as ``flags_given`` returns;
+    ``defaults`` stand in for those of the class.
 
     Every value is checked, also one that a stronger source replaces. Texts become numbers only from flags and the
     environment; a file has to use its own types. Nested configs are tables in the file.
     """
     leaves = {leaf.key: leaf for leaf in settings(cls)}
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(defaults or {})
     for key, value in _flatten(_read(file) if file is not None else {}, leaves):
         if key not in leaves:
             raise ConfigError(f"{file}: unknown key {key!r}{nearest(key, leaves)}")
         _check_value(leaves[key], value, f"{file}: {key}")
         values[key] = value
+    check_environment(cls, env or {})
     by_env = {leaf.env: leaf for leaf in leaves.values()}
     for name, text in (env or {}).items():
         if name in by_env:
             values[by_env[name].key] = _converted(by_env[name], text, name)
-        elif name.startswith(ENV_PREFIX) and name not in OTHER_VARIABLES:
-            raise ConfigError(f"environment variable {name} is not known{nearest(name, [*by_env, *OTHER_VARIABLES])}")
     for key, value in (flags or {}).items():
         if key not in leaves:
             raise ConfigError(f"unknown setting {key!r}{nearest(key, leaves)}")
@@ -192,6 +193,14 @@ def bind(
         if leaf.key not in values and leaf.default is MISSING:
             raise ConfigError(f"{leaf.key} is not set: give {leaf.flags[0]}, {leaf.env}, or {leaf.key} in a file")
     return _build(cls, values, "")
+
+
+def check_environment(cls: type, env: Mapping[str, str]) -> None:
+    """Refuse variables with the package's prefix that no setting of ``cls`` has, as ``bind`` does."""
+    known = [*(leaf.env for leaf in settings(cls)), *OTHER_VARIABLES]
+    for name in env:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            raise ConfigError(f"environment variable {name} is not known{nearest(name, known)}")
 
 
 def _converted(leaf: Setting, value: Any, label: str) -> Any:
@@ -210,7 +219,7 @@ def _read(file: str | Path) -> dict[str, Any]:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid {path.suffix[1:].upper()} ({error})") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: expected a table of settings, found {type(table).__name__}")

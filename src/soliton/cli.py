@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from .binder import check_environment
+from .config import EngineConfig
 from .errors import BAD_INPUT, ConfigError, SolitonError, nearest
 
 COMMANDS = {
@@ -55,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 (checks failed), 2 (bad input), 74 (output cannot be
     written), 130 (Ctrl-C), 141 (reader gone)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None or sys.stderr is None:  # closed by the caller: there is nobody to tell
+        return UNWRITABLE
     try:
         return _run(words)
     except SolitonError as error:
@@ -84,6 +88,7 @@ def _run(words: list[str]) -> int:
     if not words or words[0] not in COMMANDS:
         return _without_command(words)
     command, rest = words[0], words[1:]
+    check_environment(EngineConfig, os.environ)
     parser = parser_for(command)
     # Settings may stand between MODEL and PROMPT, which plain parsing does not allow for optional arguments.
     args, unknown = parser.parse_known_intermixed_args(rest)

@@ -28,7 +28,7 @@ __all__ = [
     "settings",
 ]
 
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 DEFAULT_STEPS = 3
 DEFAULT_MAX_CONTEXT = 8192
 MIB = 1 << 20
@@ -74,6 +74,12 @@ class EngineConfig:
         unit="steps",
         low=0,
         high=4,
+    )
+    executor: str = setting(
+        "how a step is launched: its calls one by one, as one CUDA graph, or as a graph for each phase; auto takes one "
+        "graph on a GPU",
+        default="auto",
+        choices=("auto", "eager", "graph", "phased"),
     )
     prefix_reuse: str = setting(
         "reuse of earlier prompts; exact equals a cold run byte for byte",
@@ -233,6 +239,12 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
             depth = decide("run_ahead", 0, "a CPU runs the step and the host in turn: reading late would only delay")
         else:
             depth = decide("run_ahead", 2, "the default: a host stall of a step or two never reaches the GPU")
+    executor = config.executor
+    if executor == "auto":
+        reason = "one replay a step" if kind == "cuda" else "graphs need a CUDA device"
+        executor = decide("executor", "graph" if kind == "cuda" else "eager", reason)
+    elif executor != "eager" and kind != "cuda":
+        raise ConfigError(f"executor = {executor!r}: graphs need a CUDA device, the device is {device}; use eager")
     threads = config.threads
     if kind == "cpu" and threads is None:
         small = facts.weight_bytes is not None and facts.weight_bytes <= SMALL_MODEL
@@ -255,6 +267,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         speculative_num_draft_tokens=rows,
         max_context=max_context,
         run_ahead=depth,
+        executor=executor,
         memory_budget=memory,
         checkpoint_budget=checkpoints,
         threads=threads,

@@ -20,7 +20,7 @@ from .config import Decision, EngineConfig
 from .config import settings as config_settings
 from .errors import BusyError, ConfigError, RequestError, nearest
 from .plan import MemoryPlan
-from .prompt import check_message, listed, plain_message
+from .prompt import check_message, check_tools, listed, plain_message
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
 from .sampling.params import SamplingParams
@@ -51,8 +51,8 @@ class Stats:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a stream: the accepted block of one step, and the text that became certain with it. Text of a block
-    may come with a later one (half a character, a possible stop string). The last piece carries reason and stats."""
+    """A part of a stream: the accepted block of one step, and the text that became certain with it (half a character
+    or a possible stop string waits). The last piece carries reason and stats."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -76,11 +76,8 @@ class Generation:
 
 
 class Engine:
-    """Decodes one stream. Make one with ``Engine.load``; a context manager closes it.
-
-    An engine serves one request at a time, from one thread at a time: a second gets BusyError. ``abort`` may come
-    from anywhere.
-    """
+    """Decodes one stream. Make one with ``Engine.load``; a context manager closes it. One request at a time, from one
+    thread at a time: a second gets BusyError. ``abort`` may come from anywhere."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime: Runtime | None = runtime
@@ -195,7 +192,7 @@ class Engine:
             return self._ready().logits(self._checked(token_ids))
 
     def draft_chain(self, token_ids: Sequence[int], n: int) -> list[int]:
-        """The MTP's greedy chain of ``n`` drafts after the prompt and the target's own greedy next token."""
+        """The MTP's greedy chain of ``n`` drafts after the prompt and the target's greedy next token."""
         with self._alone():
             return self._ready().draft_chain(self._checked(token_ids), n)[0]
 
@@ -209,8 +206,8 @@ class Engine:
             self._ready().tree.clear()
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise BusyError; a stream in progress ends at its next step with
-        finish_reason "abort" and frees what it holds then. Twice is the same as once."""
+        """Give the memory back. Further calls raise BusyError; a stream in progress ends as aborted and frees what it
+        holds then. Twice is the same as once."""
         self._runtime = None
         self._abort.set()
 
@@ -286,6 +283,7 @@ class Engine:
         for place, message in enumerate(messages):
             if isinstance(message, Mapping):  # render refuses anything else
                 check_message(place, message)
+        check_tools(chat.get("tools"))
         messages = [plain_message(message) for message in messages]
         chat.setdefault("add_generation_prompt", True)
         text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)

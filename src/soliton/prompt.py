@@ -22,6 +22,12 @@ def check_message(place: int, message: Mapping[str, Any]) -> None:
         raise RequestError(f"{where} is {content!r}; give a text or a list of text parts", param=where)
 
 
+def check_tools(tools: Any) -> None:
+    """A text would be taken for a list of its letters."""
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RequestError(f"tools is {tools!r}; a list of objects is needed", param="tools")
+
+
 def _check_part(where: str, part: Any) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str):

@@ -17,14 +17,15 @@ from .context.stream import positions_for
 from .errors import RequestError, UnsupportedError
 from .model.decoder import turn_table
 from .model.prefill import logits_of
-from .model.spec import ModelSpec
+from .model.spec import KdaSpec, ModelSpec, MoeSpec
 from .model.weights import Builder, ModelWeights, expert_elements, state_elements
+from .ops.runs import VECTOR
 from .ops.select import Choice, choose
 from .ops.select import Facts as OpFacts
 from .plan import MemoryPlan, make_plan
-from .sampling.params import Resolved
+from .sampling.params import Resolved, SamplingParams
 from .speculation.verify import Mode
-from .step.executor import EagerExecutor
+from .step.executor import EagerExecutor, Executor, GraphExecutor
 from .step.loop import Loop
 from .step.prefill import Prefill
 from .step.program import Parts, Program, build
@@ -59,6 +60,11 @@ class Runtime:
     def relay(self) -> Relay:
         """The relay."""
         return self.parts.relay
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether steps run on a CUDA device."""
+        return self.parts.device.type == "cuda"
 
     def hold_threads(self) -> None:
         """Go back to the engine's thread count, with which its bits were made, if somebody changed torch's."""
@@ -166,7 +172,9 @@ def plan_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
 
 
 def choose_ops(config: EngineConfig, spec: ModelSpec) -> dict[str, Choice]:
-    """The op variants of a settled config."""
+    """The op variants of a settled config; UnsupportedError for a shape whose rows would not keep their bits."""
+    if config.device == "cpu":
+        _check_widths(spec)
     return choose(
         OpFacts(
             device=torch.device(config.device),
@@ -177,11 +185,29 @@ def choose_ops(config: EngineConfig, spec: ModelSpec) -> dict[str, Choice]:
     )
 
 
+def _check_widths(spec: ModelSpec) -> None:
+    """Elementwise functions on a CPU keep a row's bits only in whole vectors (ops.runs)."""
+    for layer in (*spec.layers, *([spec.mtp] if spec.mtp else [])):
+        widths = {"the feed-forward width": layer.mlp.width}
+        if isinstance(layer.mlp, MoeSpec):
+            widths["the shared expert's width"] = layer.mlp.shared_width
+        if isinstance(layer.mixer, KdaSpec):
+            widths["heads x key channels"] = layer.mixer.heads * layer.mixer.key_dim
+            widths["heads x value channels"] = layer.mixer.heads * layer.mixer.value_dim
+        for name, width in widths.items():
+            if width % VECTOR:
+                raise UnsupportedError(
+                    f"{spec.name}: {name} of layer {layer.index} is {width}, no multiple of {VECTOR}: on a CPU a row's "
+                    "bits would depend on the rows beside it, and output on the speculation"
+                )
+
+
 def load_runtime(
     config: EngineConfig, checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None
 ) -> Runtime:
     """Resolve, plan, then read weights and build the programs."""
     spec = checkpoint.spec
+    SamplingParams().resolve(checkpoint.generation, vocab=spec.vocab)  # its defaults are refused now or never
     config, decisions = settle(config, checkpoint)
     plan = plan_memory(config, checkpoint)
     choices = choose_ops(config, spec)
@@ -217,7 +243,12 @@ def load_runtime(
         device=device,
         dtype=dtype,
     )
-    executor = EagerExecutor(relay, stream, early=device.type == "cpu")
+    programs = build(parts)
+    executor: Executor = EagerExecutor(relay, stream, early=device.type == "cpu")
+    if config.executor != "eager":
+        executor = GraphExecutor(relay, stream, phased=config.executor == "phased")
+        executor.capture(programs.values())
+        stream.clear()
     return Runtime(
         checkpoint=checkpoint,
         config=config,
@@ -226,7 +257,7 @@ def load_runtime(
         choices=choices,
         weights=weights,
         parts=parts,
-        programs=build(parts),
+        programs=programs,
         loop=Loop(relay, executor, config.run_ahead),
         prefill=Prefill(parts, config.prefill_chunk),
         tree=CheckpointTree(kept if config.prefix_reuse != "off" else 0),

@@ -210,10 +210,6 @@ class TestCommand:
         said = capsys.readouterr().out
         assert "FAIL" in said and "failed: kimi-micro" in said
 
-    def test_nothing_to_compare_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["conform", str(tmp_path)]) == 0
-        assert "nothing to compare" in capsys.readouterr().out
-
     def test_a_broken_reference(self, copy: Callable[[str], Path]) -> None:
         path = copy("kimi-micro")
         (path / "golden.safetensors").write_bytes(b"x")
@@ -221,3 +217,34 @@ class TestCommand:
             conform(path)
         with pytest.raises(ConfigError, match="no such directory"):
             find_cases([path / "nowhere"])
+
+
+class TestReferenceFiles:
+    """What is missing or malformed is named with exit code 2; it never counts as agreement."""
+
+    def copy(self, data: Path, tmp_path: Path) -> Path:
+        return shutil.copytree(data / "ling-micro", tmp_path / "case")
+
+    @pytest.mark.parametrize("gone", ["mtp.0.draft_ids", "trace.router_experts.1", "prompt.0.hidden"])
+    def test_an_array_that_is_missing(
+        self, gone: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = self.copy(data_dir, tmp_path)
+        arrays = load_file(path / "golden.safetensors")
+        del arrays[gone]
+        save_file(arrays, path / "golden.safetensors")
+        assert main(["conform", str(path)]) == 2
+        assert f"has no array '{gone}'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("text", ["{}", "[]", '{"prompts": []}', '{"target": 1}'])
+    def test_a_reference_of_another_form(
+        self, text: str, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = self.copy(data_dir, tmp_path)
+        (path / "golden.json").write_text(text)
+        assert main(["conform", str(path)]) == 2
+        assert "golden.json" in capsys.readouterr().err
+
+    def test_no_case_at_all(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["conform", str(tmp_path)]) == 2
+        assert "no golden.json here or one level below" in capsys.readouterr().err

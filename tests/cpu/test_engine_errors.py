@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import engine, facts, greedy, load, micro, nano, threads_as_before  # noqa: F401
+from helpers import engine, facts, greedy, load, micro, nano, nano_config, threads_as_before  # noqa: F401
 from soliton import (
     BusyError,
+    CheckpointError,
     ConfigError,
     Engine,
     MemoryPlanError,
@@ -21,6 +25,9 @@ from soliton import (
     SamplingParams,
     UnsupportedError,
 )
+from soliton.checkpoint import spec_from_config
+from soliton.config import EngineConfig
+from soliton.runtime import choose_ops
 
 CONTEXT = 64
 PROMPT = [3, 1, 4, 1, 5]
@@ -62,6 +69,8 @@ BAD_REQUESTS: list[tuple[str, Callable[[Engine], Any], str]] = [
         lambda e: e.generate(PROMPT, SamplingParams(min_tokens=1, stop_token_ids=list(range(64)))),
         "min_tokens is 1, but all 64 token ids end the answer",
     ),
+    ("tools of no kind", lambda e: e.generate([said("a")], tools="abc"), "tools is 'abc'; a list of objects is needed"),
+    ("a tool of no kind", lambda e: e.generate([said("a")], tools=[5]), "tools is [5]; a list of objects is needed"),
     ("a huge integer", lambda e: e.generate(PROMPT, SamplingParams(temperature=10**400)), "temperature is too large"),
     ("beyond float32", lambda e: e.generate(PROMPT, SamplingParams(temperature=1e39)), "temperature is too large"),
     ("a long key", lambda e: e.generate(PROMPT, SamplingParams(logit_bias={"9" * 5000: 1})), "logit_bias"),  # type: ignore[dict-item]
@@ -238,3 +247,24 @@ def test_a_small_budget_names_the_context_that_fits() -> None:
 def test_a_model_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="no model 'no-such-model'"):
         Engine.load("no-such-model")
+
+
+def changed(tmp_path: Path, **keys: Any) -> Path:
+    """A copy of nano with another config.json, without weights that would fit it."""
+    path = shutil.copytree(nano(), tmp_path / "nano")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **keys}))
+    return path
+
+
+def test_bad_defaults_of_the_checkpoint_are_refused_at_load(tmp_path: Path) -> None:
+    path = changed(tmp_path)
+    (path / "generation_config.json").write_text('{"temperature": "x"}')
+    with pytest.raises(CheckpointError, match="generation_config: temperature must be a number"):
+        load(path)
+
+
+def test_odd_widths_are_refused_on_a_cpu() -> None:
+    spec = spec_from_config({**nano_config(), "moe_intermediate_size": 24}, where="x", name="odd")
+    with pytest.raises(UnsupportedError, match="odd: the feed-forward width of layer 1 is 24, no multiple of 32"):
+        choose_ops(EngineConfig(model="x", device="cpu", dtype="float32"), spec)

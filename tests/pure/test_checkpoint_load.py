@@ -286,3 +286,32 @@ def test_where_the_chat_template_comes_from(tmp_path: Path) -> None:
     refused(tmp_path, CheckpointError, "'default'", "tool_use")
     (tmp_path / "chat_template.jinja").write_text("four")
     assert open_checkpoint(tmp_path).chat_template == "four"
+
+
+def entry(*offsets: int, shape: Any = (1,)) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"a": entry(0, 4), "b": entry(2, 6)}, "begins at byte"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, "begins at byte"),
+        ({"a": entry(-4, 0)}, "no counts"),
+        ({"a": entry(0, 4, shape=(1.0,))}, "no counts"),
+        ({"a": entry(0, 4, shape=("1",))}, "no counts"),
+        ({"__metadata__": {"a": 5}}, "no object of texts"),
+        ({"__metadata__": 5}, "no object of texts"),
+    ],
+)
+def test_headers_that_the_library_would_refuse(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    from soliton.checkpoint.shards import read_header
+
+    raw = json.dumps(change).encode()
+    data = max(
+        (e["data_offsets"][1] for e in change.values() if isinstance(e, dict) and "data_offsets" in e), default=0
+    )
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(max(data, 0)))
+    with pytest.raises(CheckpointError, match=says):
+        read_header(file)

@@ -242,6 +242,7 @@ class TestResolve:
             speculation="nextn",
             speculative_num_steps=3,
             speculative_num_draft_tokens=4,
+            executor="eager",
             max_context=8192,
             run_ahead=0,
             memory_budget=900,

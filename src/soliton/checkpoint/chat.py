@@ -57,6 +57,8 @@ def _compiled(template: str) -> jinja2.Template:
         return env.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"the chat template fails at line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise CheckpointError("the chat template is nested too deeply; simplify it") from error
 
 
 def _with_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

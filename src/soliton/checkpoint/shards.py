@@ -33,6 +33,7 @@ _TORCH = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
+LONGEST_NAME = 255  # bytes of a file's name
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 
 
@@ -104,28 +105,43 @@ def read_header(path: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: the safetensors header is not readable ({error}); download it again") from error
-    end = max((8 + length + last for _, _, last in parsed.values()), default=8 + length)
+    meta = header.get("__metadata__", {})
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+        raise CheckpointError(
+            f"{path}: '__metadata__' of the safetensors header is no object of texts; download it again"
+        )
+    end = 8 + length
+    for name, (_, _, first, last) in sorted(parsed.items(), key=lambda item: item[1][2:]):
+        if 8 + length + first != end:
+            raise CheckpointError(
+                f"{path}: tensor '{name}' begins at byte {8 + length + first}, but the one before ends at {end}; "
+                "download the file again"
+            )
+        end = 8 + length + last
     if size < end:
         raise CheckpointError(
             f"{path}: truncated: {size} bytes, but its header describes {end}; download the file again"
         )
     if size > end:
         raise CheckpointError(f"{path}: {size} bytes, but its header describes {end}; download the file again")
-    return {name: (shape, dtype) for name, (shape, dtype, _) in parsed.items()}
+    return {name: (shape, dtype) for name, (shape, dtype, _, _) in parsed.items()}
 
 
-def _entry(path: Path, name: str, value: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, int]:
+def _entry(path: Path, name: str, value: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype, int, int]:
     dtype = _TORCH.get(value["dtype"])
     if dtype is None:
         raise CheckpointError(f"{path}: tensor '{name}' has the dtype {value['dtype']}, which this version cannot read")
-    shape = tuple(int(n) for n in value["shape"])
-    first, last = (int(n) for n in value["data_offsets"])
+    counts = [*value["shape"], *value["data_offsets"]]
+    if any(type(n) is not int or n < 0 for n in counts) or len(value["data_offsets"]) != 2:
+        raise CheckpointError(f"{path}: tensor '{name}' has a shape or offsets that are no counts; download it again")
+    shape = tuple(value["shape"])
+    first, last = value["data_offsets"]
     if last - first != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(
             f"{path}: tensor '{name}' {list(shape)} {value['dtype']} needs {math.prod(shape) * dtype.itemsize} bytes, "
             f"its header gives {last - first}; download the file again"
         )
-    return shape, dtype, last
+    return shape, dtype, first, last
 
 
 class SafetensorsSource:
@@ -170,7 +186,7 @@ class SafetensorsSource:
         if not isinstance(mapping, dict) or not mapping:
             raise CheckpointError(f"{index}: no 'weight_map' object; download the file again")
         for name, shard in mapping.items():
-            if not isinstance(shard, str) or Path(shard).name != shard:
+            if not isinstance(shard, str) or Path(shard).name != shard or len(shard.encode()) > LONGEST_NAME:
                 raise CheckpointError(f"{index}: '{name}' points to {shard!r}; a plain file name is needed")
         shards = sorted(set(mapping.values()))
         missing = [s for s in shards if not (self.path / s).exists()]
@@ -213,6 +229,9 @@ class SafetensorsSource:
         file = self._file[name]
         if file not in self._open:
             # Mapped, not read: pages come in with the tensor that needs them.
-            self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            try:
+                self._open[file] = safe_open(str(file), framework="pt", device="cpu")
+            except Exception as error:  # the library has its own kinds; all mean the same
+                raise CheckpointError(f"{file}: cannot be opened ({error}); download it again") from error
         tensor: Tensor = self._open[file].get_tensor(name)
         return tensor.to(device)

@@ -127,7 +127,7 @@ def config_given(args: argparse.Namespace) -> EngineConfig:
     flags = flags_given(args, EngineConfig)
     if not names_model(args):
         flags["model"] = DEFAULT_MODEL
-    return bind(EngineConfig, flags=flags, env=os.environ, file=args.config)
+    return bind(EngineConfig, flags=flags, env=os.environ, file=args.config, defaults={"model": DEFAULT_MODEL})
 
 
 def load(config: EngineConfig) -> Engine:

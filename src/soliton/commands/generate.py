@@ -82,7 +82,7 @@ def _messages(path: str) -> list[dict[str, Any]]:
     text = common.read_text(path)
     try:
         messages = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise ConfigError(f"{path}: a JSON list of messages is needed, each an object with role and content")

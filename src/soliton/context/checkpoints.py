@@ -63,6 +63,7 @@ class CheckpointTree:
             self._touch(part)
         assert node.state is not None and node.tail is not None and node.boundary is not None
         stream.states[0] = node.state
+        stream.current.zero_()
         stream.windows[: stream.tail] = node.tail
         stream.boundary.copy_(node.boundary)
 
@@ -163,7 +164,7 @@ class Snapshot:
     def take(cls, stream: Stream) -> Snapshot:
         """Copy what the stream has committed now."""
         return cls(
-            state=stream.states[0].clone(),
+            state=stream.state(),
             tail=stream.windows[: stream.tail].clone(),
             boundary=stream.boundary.clone(),
         )

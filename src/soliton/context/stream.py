@@ -44,7 +44,8 @@ class Stream:
     kv: [mla layers, positions, kv_rank + rope]; draft_kv: [positions, D] of the MTP layer or
     None; states: float32 [rows + 1, kda layers, n, K, V], slot 0 committed; windows: [W-1+rows, kda layers, channels],
     the first W-1 rows committed; boundary: [2, hidden], the target's state at the last committed position after its
-    final norm (twice the same row: the draft's next input).
+    final norm (twice the same row: the draft's next input); current: int64 [1], the slot of the committed state in a
+    step on a GPU, where committing moves it instead of copying states. Outside a step it is slot 0.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Stream:
         self.states = torch.zeros(shapes["states"], dtype=torch.float32, device=device)
         self.windows = torch.zeros(shapes["windows"], dtype=dtype, device=device)
         self.boundary = torch.zeros(2, spec.hidden, dtype=dtype, device=device)
+        self.current = torch.zeros(1, dtype=torch.int64, device=device)
         self.tail = shapes["windows"][0] - rows
         self._kda = {index: i for i, index in enumerate(spec.kda_layers)}
         self._mla = {index: i for i, index in enumerate(spec.mla_layers)}
@@ -68,7 +70,12 @@ class Stream:
             windows={layer: self.windows[:, i] for layer, i in self._kda.items()},
             states={layer: self.states[:, i] for layer, i in self._kda.items()},
             caches={layer: self.kv[i] for layer, i in self._mla.items()},
+            current=self.current,
         )
+
+    def state(self) -> Tensor:
+        """A copy of the committed recurrent state, [kda layers, n, K, V]."""
+        return self.states.index_select(0, self.current)[0]
 
     def committed(self, rows: int) -> Memory:
         """What prefill of ``rows`` rows reads and writes: states in place, windows of its own that start at the tail.
@@ -92,12 +99,14 @@ class Stream:
     def clear(self) -> None:
         """Back to the empty sequence: zero state and history."""
         self.states[0].zero_()
+        self.current.zero_()
         self.windows[: self.tail].zero_()
         self.boundary.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name, for address checks and the memory plan."""
         named = {"kv": self.kv, "states": self.states, "windows": self.windows, "boundary": self.boundary}
+        named["current"] = self.current
         return named | ({"draft_kv": self.draft_kv} if self.draft_kv is not None else {})
 
 

@@ -44,11 +44,16 @@ class Golden:
         """Both files; CheckpointError when one cannot be read."""
         try:
             data = json.loads((path / "golden.json").read_text(encoding="utf-8"))
-            return cls(data=data, arrays=load_file(path / "golden.safetensors"))
+            arrays = load_file(path / "golden.safetensors")
         except Exception as error:  # the reader of arrays has its own kinds; all mean the same here
             raise CheckpointError(f"{path}: golden.json or golden.safetensors cannot be read ({error})") from error
+        if not isinstance(data, dict) or not isinstance(data.get("prompts", data.get("target")), list | str | dict):
+            raise CheckpointError(f"{path / 'golden.json'}: an object with 'prompts' is needed; copy the case again")
+        return cls(data=data, arrays=arrays)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self.arrays:
+            raise CheckpointError(f"golden.safetensors has no array '{name}'; copy the case again")
         return self.arrays[name]
 
     def __contains__(self, name: str) -> bool:
@@ -56,7 +61,7 @@ class Golden:
 
     def ids(self, name: str) -> list[int]:
         """An array of ids as a list."""
-        return [int(token) for token in self.arrays[name].tolist()]
+        return [int(token) for token in self[name].tolist()]
 
     @property
     def prompts(self) -> range:
@@ -65,7 +70,10 @@ class Golden:
 
     def suggested(self, key: str) -> float:
         """A tolerance."""
-        return float(self.data["suggested"][key])
+        try:
+            return float(self.data["suggested"][key])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"golden.json: 'suggested' has no number '{key}'; copy the case again") from None
 
     def kept(self, i: int) -> list[int]:
         """Accept lengths of prompt ``i``: the prompt's own token, then a round each, the last cut at the end."""

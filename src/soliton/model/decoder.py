@@ -24,6 +24,7 @@ class Memory:
     windows: Mapping[int, Tensor]
     states: Mapping[int, Tensor]
     caches: Mapping[int, Tensor]
+    current: Tensor | None = None  # int64 [1], the committed slot of ``states`` in a step on a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,9 @@ def layer_forward(
     live = rows.live if rows.decode else None
     if isinstance(layer.mixer, KdaSpec):
         assert isinstance(w.mixer, KdaWeights)
-        delta = kda(tape, w.mixer, layer.mixer, normed, memory.windows[index], memory.states[index], live)
+        delta = kda(
+            tape, w.mixer, layer.mixer, normed, memory.windows[index], memory.states[index], live, memory.current
+        )
     else:
         assert isinstance(w.mixer, MlaWeights)
         cache = memory.caches[index]

@@ -40,6 +40,17 @@ def mla(
     kv = proj[:, first : first + latent + spec.rope_dim]
     gate = proj[:, first + latent + spec.rope_dim : w.into.outputs]
 
+    if tape.fused:
+        query = tape.new(count, heads, latent + spec.rope_dim)
+        tape.call("mla.heads", query[..., :latent], q[..., : spec.nope_dim], w.k_up, rows)
+        tape.call("mla.enter", query, cache, q, kv, w.kv_norm, turn, positions, rows, spec.eps)
+        context = tape.new(count, heads, latent)
+        tape.call("mla.attend", context, query, cache, positions, rows, spec.scale)
+        o = tape.new(count, heads, spec.value_dim)
+        tape.call("mla.heads", o, context, w.v_up, rows, gate if spec.head_gate else None)
+        out = tape.new(count, w.out.padded)
+        tape.call("linear", out, o.view(count, -1), w.out)
+        return out[:, : w.out.outputs]
     c = tape.new(count, latent)
     tape.call("norm", c, kv[:, :latent], w.kv_norm, spec.eps)
     key = tape.new(count, 1, spec.rope_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.moe import halves
 from ..ops.tape import Tape
 from ..ops.weight import Weight
 from .spec import DenseSpec, MoeSpec
@@ -24,7 +25,7 @@ def _dense(tape: Tape, w: DenseWeights, spec: DenseSpec, x: Tensor) -> Tensor:
     both = tape.new(x.shape[0], w.up.padded)
     tape.call("linear", both, x, w.up)
     act = tape.new(x.shape[0], spec.width)
-    tape.call("swiglu", act, both[:, : spec.width], both[:, spec.width : 2 * spec.width], 0.0)
+    tape.call("swiglu", act, *halves(both, w.up, spec.width), 0.0)
     out = tape.new(x.shape[0], w.down.padded)
     tape.call("linear", out, act, w.down)
     return out[:, : w.down.outputs]
@@ -46,5 +47,9 @@ def _moe(tape: Tape, w: MoeWeights, spec: MoeSpec, x: Tensor, rows: Tensor | Non
     else:
         out = tape.new(count, x.shape[1])
         shared = (w.shared_up, w.shared_down, spec.limit, spec.shared_limit)
-        tape.call("moe", out, x, ids, weights, w.up, w.down, *shared, rows)
+        scratch = ()
+        if tape.fused:
+            assert isinstance(w.up, Tensor)
+            scratch = (tape.new(count, spec.top_k, spec.width), tape.new(count, spec.shared_width))
+        tape.call("moe", out, x, ids, weights, w.up, w.down, *shared, rows, *scratch)
     return out[:, : x.shape[1]]

@@ -1,7 +1,8 @@
 """Reading a prompt: the target, and its MTP layer one position behind, over blocks of rows.
 
 Ordinary code: it runs the model's functions on an immediate tape, for any number of rows. On a CPU every op keeps
-its bits for any row count, so how a prompt is cut changes nothing.
+its bits for any row count, so how a prompt is cut changes nothing, except where a large state makes the recurrence go
+in chunks of rows (``kda.prefill`` in ops.select).
 """
 
 from __future__ import annotations

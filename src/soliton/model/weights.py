@@ -66,7 +66,8 @@ class DenseWeights:
 @dataclass(frozen=True, kw_only=True)
 class MoeWeights:
     """Router in float32 sums, bias float32. Merged: all experts and the shared one in ``up``/``down``; otherwise
-    per-expert stacks [E, H, 2I] and [E, I, H], and the shared expert apart."""
+    per-expert stacks [E, H, 2I] and [E, I, H], and the shared expert apart; on a GPU [E, 2I, H], gate and up rows in
+    turn, and [E, H, I]."""
 
     router: Weight
     bias: Tensor
@@ -133,8 +134,8 @@ class Builder:
     def _vector(self, role: str) -> Tensor:
         return self._get(role).float()
 
-    def _pack(self, *roles: str) -> Weight:
-        return pack([self._get(r) for r in roles], device=self._device, dtype=self._dtype)
+    def _pack(self, *roles: str, paired: bool = False) -> Weight:
+        return pack([self._get(r) for r in roles], device=self._device, dtype=self._dtype, paired=paired)
 
     def _mtp(self, layer: LayerSpec) -> MtpWeights:
         return MtpWeights(
@@ -153,7 +154,8 @@ class Builder:
         else:
             mixer = self._mla(at, layer.mixer)
         if isinstance(layer.mlp, DenseSpec):
-            mlp = DenseWeights(up=self._pack(at + "mlp.gate", at + "mlp.up"), down=self._pack(at + "mlp.down"))
+            both = self._pack(at + "mlp.gate", at + "mlp.up", paired=True)
+            mlp = DenseWeights(up=both, down=self._pack(at + "mlp.down"))
         else:
             mlp = self._moe(at, layer.mlp)
         return LayerWeights(
@@ -205,6 +207,8 @@ class Builder:
                 router=router, bias=bias, up=self._pack(*gates, *ups), down=down, shared_up=None, shared_down=None
             )
         hidden, width = router.inputs, spec.width
+        if self._device.type == "cuda":
+            return self._expert_rows(at, spec, router, bias)
         keep = storage_dtype(self._device, self._dtype)
         up = torch.empty(spec.experts, hidden, 2 * width, dtype=keep, device=self._device)
         down_all = torch.empty(spec.experts, width, hidden, dtype=keep, device=self._device)
@@ -218,6 +222,24 @@ class Builder:
             up=up,
             down=down_all,
             shared_up=self._pack(at + "shared.gate", at + "shared.up"),
+            shared_down=self._pack(at + "shared.down"),
+        )
+
+    def _expert_rows(self, at: str, spec: MoeSpec, router: Weight, bias: Tensor) -> MoeWeights:
+        """As a GPU's sweeps read them: rows of inputs, gate and up rows in turn."""
+        hidden, width = router.inputs, spec.width
+        up = torch.empty(spec.experts, 2 * width, hidden, dtype=self._dtype, device=self._device)
+        down = torch.empty(spec.experts, hidden, width, dtype=self._dtype, device=self._device)
+        for e in range(spec.experts):
+            name = f"{at}experts.{e}."
+            up[e, 0::2], up[e, 1::2] = self._get(name + "gate"), self._get(name + "up")
+            down[e] = self._get(name + "down")
+        return MoeWeights(
+            router=router,
+            bias=bias,
+            up=up,
+            down=down,
+            shared_up=self._pack(at + "shared.gate", at + "shared.up", paired=True),
             shared_down=self._pack(at + "shared.down"),
         )
 

@@ -129,11 +129,11 @@ def sweep_reference(o: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b
     _recur(o, q, k, v, decay, beta, same, same)
 
 
-def commit_reference(states: Tensor, window: Tensor, taken: Tensor) -> None:
+def commit_reference(states: Tensor, window: Tensor, taken: Tensor, current: Tensor) -> None:
     """Make the state after ``taken`` rows the committed one, for all layers; taken 0 leaves everything.
 
     states: [R+1, layers, n, K, V], slot 0 committed, slot i the state after i rows; window: [W-1+R, layers, C], its
-    first W-1 rows the committed tail, then the step's rows; taken: int64 [1] in 0..R.
+    first W-1 rows the committed tail, then the step's rows; taken: int64 [1] in 0..R; current: int64 [1], 0 here.
     """
     tail = window.shape[0] - states.shape[0] + 1
     if states.device.type == "cpu":  # the count is in host memory: one copy instead of two

@@ -45,6 +45,14 @@ def product(out: Tensor, x: Tensor, w: Tensor) -> None:
         out.addmm_(x[:, at : at + INPUT_BLOCK], w[at : at + INPUT_BLOCK])
 
 
+def torch_product(out: Tensor, x: Tensor, w: Weight) -> None:
+    """out[R, padded] = x @ w through torch's own product, for the many rows of a prompt on a GPU."""
+    if out.dtype == x.dtype:
+        torch.mm(x, w.data, out=out)
+    else:
+        out.copy_(torch.mm(x, w.data, out_dtype=out.dtype))
+
+
 def heads_reference(out: Tensor, x: Tensor, w: Tensor) -> None:
     """out[R, n, N] = x[R, n, K] @ w[n, K, N], one product a head, float32 sums, one rounding. R >= 2."""
     product = torch.bmm(x.float().transpose(0, 1), w if w.dtype == torch.float32 else w.float())

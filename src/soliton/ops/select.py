@@ -6,11 +6,14 @@ A variant has a check that says (fits, reason). The first that fits wins; the ch
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import bound, embed, kda, linear, mla, moe, norm, rope, router
 
@@ -40,7 +43,7 @@ class Choice:
     bind: Callable[..., Callable[[], Any]] | None = None
 
 
-def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
+def _copy(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
@@ -84,8 +87,59 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }
 
 
+def _launch(module: str, name: str) -> Callable[..., Callable[[], Any]]:
+    """Binds a call of a kernel's launcher; its module, which imports triton, comes when the first step is recorded."""
+
+    def bind(*args: Any) -> Callable[[], Any]:
+        return partial(getattr(importlib.import_module(f"{__package__}.{module}"), name), *args)
+
+    return bind
+
+
+def _attend_with_scratch(out: Tensor, query: Tensor, cache: Tensor, *rest: Any) -> Callable[[], Any]:
+    kernels = importlib.import_module(f"{__package__}.mla_triton")
+    scratch = kernels.scratch(query.shape[0], query.shape[1], out.shape[2], cache)
+    return partial(kernels.attend, out, query, cache, *rest, *scratch)
+
+
+def _in_a_step(*args: Any) -> None:
+    raise AssertionError("this op exists only in a recorded step on a GPU")
+
+
+_SWEPT = "in a step part of a sweep, a persistent kernel over a run of products; a prompt goes through torch"
+_TRITON = "one Triton kernel for all rows of a step"
+_TORCH = "a torch call"
+
+
+def _choose_cuda() -> dict[str, Choice]:
+    prompt: dict[str, Callable[..., Any]] = {
+        **_PLAIN,
+        "linear": linear.torch_product,
+        "kda.prefill": kda.chunk_reference,
+    }
+    chosen = {op: Choice(op, "torch", function, _TORCH) for op, function in prompt.items()}
+    for op in ("linear", "router", "add", "swiglu", "kda.norm", "moe"):
+        chosen[op] = Choice(op, "sweep", prompt.get(op, moe.stacked_experts), _SWEPT)
+    kernels = {
+        "norm": ("norm_triton", "norm"),
+        "kda.step": ("kda_triton", "step"),
+        "kda.commit": ("kda_triton", "commit"),
+        "mla.heads": ("mla_triton", "heads"),
+        "mla.enter": ("mla_triton", "enter"),
+    }
+    for op, (module, name) in kernels.items():
+        chosen[op] = Choice(op, "triton", prompt.get(op, _in_a_step), _TRITON, _launch(module, name))
+    attend = prompt["mla.attend"]
+    chosen["mla.attend"] = Choice(
+        "mla.attend", "triton", attend, "split over the cache, combined", _attend_with_scratch
+    )
+    return chosen
+
+
 def choose(facts: Facts) -> dict[str, Choice]:
     """One Choice for every op, for a model and device described by ``facts``."""
+    if facts.device.type == "cuda":
+        return _choose_cuda()
     ready = _BOUND if facts.device.type == "cpu" and facts.dtype == torch.float32 else {}
     chosen = {
         op: Choice(op, "reference", function, _READY if op in ready else _ONLY, ready.get(op))

@@ -50,6 +50,7 @@ class Tape:
     ) -> None:
         assert not (record and trace is not None), "a trace needs values, a recording has none"
         self.choices, self.device, self.dtype, self.record = choices, device, dtype, record
+        self.fused = record and device.type == "cuda"  # the step's own kernels are there; else ops one by one
         self.entries: list[Entry] = []
         self.scope: int | None = None  # the layer being computed, part of the names of notes
         self._trace = trace
@@ -74,6 +75,17 @@ class Tape:
             self.entries.append(Entry(name, "torch", function, args, partial(function, *args)))
         else:
             function(*args)
+
+    def finish(self, live: Tensor | None, *, merge: bool = True) -> None:
+        """On a GPU: turn the recorded products into sweeps over ``live`` rows (int64 [1]). Elsewhere nothing."""
+        if not self.fused:
+            return
+        from .sweep import fuse
+
+        def entry(op: str, call: Callable[[], Any]) -> Entry:
+            return Entry(op, str(call), call, (), call)
+
+        self.entries = fuse(self.entries, live, merge=merge, entry=entry)
 
     def run(self) -> None:
         """Replay the recorded calls in order."""

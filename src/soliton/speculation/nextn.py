@@ -33,10 +33,10 @@ def record_draft(
     mode: Mode,
     turn: Tensor | None,
     drafts: int,
-) -> None:
+) -> Tensor:
     """tokens[2:] and their laws: drafts - 1 forwards of one row (held twice), each fed by the one before.
 
-    Forward j reads draft j and makes entry length - 1 + j.
+    Forward j reads draft j and makes entry length - 1 + j. Returns the live rows of a forward, int64 [1].
     """
     hidden = relay.seed
     one = torch.ones(1, dtype=torch.int64, device=tape.device)
@@ -50,12 +50,14 @@ def record_draft(
         logits = tape.new(2, w.head.padded, dtype=torch.float32)
         tape.call("linear", logits, hidden, w.head)
         tape.do("draft.pick", _pick, relay, mode, logits, spec.vocab, j)
+    return one
 
 
-def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, relay: Relay, mode: Mode) -> None:
+def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, relay: Relay, mode: Mode) -> Tensor:
     """Entries of the verified rows from the target's hidden states; the next step's first draft, law and seed.
 
     Rows beyond the accepted ones write entries past the committed length, which the next chain overwrites.
+    Returns the live rows, int64 [1].
     """
     ids = tape.new(*relay.tokens.shape, dtype=torch.int64)
     live = tape.new(1, dtype=torch.int64)
@@ -66,6 +68,7 @@ def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, r
     logits = tape.new(2, w.head.padded, dtype=torch.float32)
     tape.call("linear", logits, relay.seed, w.head)
     tape.do("extend.pick", _pick, relay, mode, logits, spec.vocab, 0)
+    return live
 
 
 def _draft_row(

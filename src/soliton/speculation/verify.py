@@ -21,6 +21,8 @@ from ..sampling import accept, law, logprobs, penalties, philox
 if TYPE_CHECKING:
     from ..step.relay import Relay
 
+ROLLING = 512  # committed tokens between checkpoints of a long answer
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -40,6 +42,8 @@ def _refill(relay: Relay, turn: Tensor | None, drafts: int) -> None:
     torch.add(torch.arange(count, device=relay.length.device), relay.length, out=relay.positions)
     relay.tokens[:1] = relay.anchor
     torch.add(relay.drafted * drafts, 1, out=relay.rows)
+    if relay.rows.device.type == "cuda":  # a frozen step has no rows: its kernels leave early
+        relay.rows.mul_(1 - relay.stopped)
     if turn is not None and relay.turn is not None:
         torch.index_select(turn, 0, relay.positions, out=relay.turn)
 
@@ -88,10 +92,14 @@ def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
     else:
         verdict = accept.greedy_chain(accept.argmax_lowest(logits), relay.tokens[1:], relay.rows)
     relay.new_tokens.copy_(verdict.tokens)
-    _cut(relay, verdict.n_accepted + 1)
+    # A block ends at a multiple of ROLLING at the latest, so that the place of a rolling checkpoint, and with it what a
+    # later prompt starts from, depends neither on the drafts nor on the depth. The place is fixed beforehand, so what
+    # is thrown away says nothing about what stays.
+    _cut(relay, torch.minimum(verdict.n_accepted + 1, ROLLING - relay.length % ROLLING))
     if mode.processors:  # nothing else reads the counts
         penalties.commit_counts(relay.counts, relay.new_tokens, relay.taken - 1)
-    _log(relay, raw)
+    if mode.processors or raw.device.type == "cpu":
+        _log(relay, raw)
 
 
 def _cut(relay: Relay, offered: Tensor) -> None:

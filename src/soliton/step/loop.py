@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..sampling.logprobs import TokenLogprob, assemble
-from .executor import EagerExecutor
+from .executor import Executor
 from .program import Program
 from .relay import Relay
 
@@ -31,7 +31,7 @@ class StepOutput:
 class Loop:
     """Runs one request's steps. ``depth``: steps in flight before the oldest is read, 0 to 4."""
 
-    def __init__(self, relay: Relay, executor: EagerExecutor, depth: int) -> None:
+    def __init__(self, relay: Relay, executor: Executor, depth: int) -> None:
         assert relay.ring_meta.shape[0] > depth, "the ring must hold every step in flight"
         self._relay, self._executor, self.depth = relay, executor, depth
         self.launched = self.consumed = 0
@@ -48,6 +48,7 @@ class Loop:
         while True:
             if self.launched < limit:
                 self._executor.launch(program)
+                self._executor.publish(self._slot(self.launched), top_logprobs is not None)
                 self.launched += 1
                 if after_launch is not None:
                     after_launch()
@@ -62,20 +63,14 @@ class Loop:
         self._relay.stopped.fill_(1)
         return [self._consume(None) for _ in range(self.launched - self.consumed)]
 
+    def _slot(self, step: int) -> int:
+        return step % self._relay.ring_meta.shape[0]
+
     def _consume(self, top_logprobs: int | None) -> StepOutput:
-        relay = self._relay
-        slot = self.consumed % relay.ring_meta.shape[0]
+        slot = self._executor.read(self._slot(self.consumed), top_logprobs is not None)
         self.consumed += 1
-        taken, reason, length, rows = relay.ring_meta[slot].tolist()
-        tokens = relay.ring_tokens[slot, :taken].tolist()
+        taken, reason, length, rows = slot.meta
         logged = None
         if top_logprobs is not None:
-            logged = assemble(
-                tokens,
-                relay.ring_logprob[slot].tolist(),
-                relay.ring_top_ids[slot].tolist(),
-                relay.ring_top_logprobs[slot].tolist(),
-                count=taken,
-                top=top_logprobs,
-            )
-        return StepOutput(tuple(tokens), reason, length, rows, logged)
+            logged = assemble(slot.tokens, slot.logprob, slot.top_ids, slot.top_logprobs, count=taken, top=top_logprobs)
+        return StepOutput(tuple(slot.tokens[:taken]), reason, length, rows, logged)

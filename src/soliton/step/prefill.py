@@ -12,10 +12,12 @@ from .program import Parts
 
 
 class Prefill:
-    """Prefill over one stream. ``chunk``: prompts are cut at its absolute multiples (and into passes of BLOCK rows)."""
+    """Prefill over one stream. ``chunk``: prompts are cut at its absolute multiples (on a CPU into passes of BLOCK rows
+    besides)."""
 
     def __init__(self, parts: Parts, chunk: int) -> None:
         self._parts, self.chunk = parts, chunk
+        self._block = BLOCK if parts.device.type == "cpu" else chunk
 
     def read(
         self,
@@ -35,7 +37,7 @@ class Prefill:
         while at < end:
             if cancelled is not None and cancelled():
                 return
-            stop = min(end, at + BLOCK, (at // self.chunk + 1) * self.chunk)
+            stop = min(end, at + self._block, (at // self.chunk + 1) * self.chunk)
             step = target_pass(
                 lambda: parts.immediate(trace),
                 parts.weights,

@@ -77,8 +77,9 @@ def build(parts: Parts) -> dict[Mode, Program]:
     verify.record_refill(refill, relay, parts.turn, parts.drafts)
     forward = parts.tape()
     verify.record_forward(forward, parts.weights, parts.spec, stream.staged(), relay)
+    forward.finish(relay.rows)
     commit = parts.tape()
-    commit.call("kda.commit", stream.states, stream.windows, relay.taken)
+    commit.call("kda.commit", stream.states, stream.windows, relay.taken, stream.current)
     commit.do("boundary", verify.commit_boundary, stream.boundary, relay.hidden, relay.taken)
     publish = parts.tape()
     publish.do("publish", verify.publish, relay)
@@ -91,8 +92,11 @@ def build(parts: Parts) -> dict[Mode, Program]:
         if parts.drafts:
             draft, extend = parts.tape(), parts.tape()
             assert stream.draft_kv is not None
-            nextn.record_draft(draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts)
-            nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode)
+            one = nextn.record_draft(
+                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts
+            )
+            draft.finish(one)
+            extend.finish(nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode))
             phases.append(Phase("draft", draft, guard=relay.drafted))
         phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]
         if parts.drafts:

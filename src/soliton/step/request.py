@@ -40,4 +40,6 @@ def begin(relay: Relay, params: Resolved, *, prompt: Sequence[int], limit: int) 
     relay.bias.zero_()
     if params.logit_bias:
         ids, values = zip(*params.logit_bias, strict=True)
-        relay.bias[torch.tensor(ids, device=relay.bias.device)] = torch.tensor(values, device=relay.bias.device)
+        relay.bias[torch.tensor(ids, device=relay.bias.device)] = torch.tensor(
+            values, dtype=relay.bias.dtype, device=relay.bias.device
+        )
