@@ -4,11 +4,12 @@
 // One block a multiprocessor: WARPS multiplying warps, REDUCERS warps that add up and store, one copying warp. Weights
 // are [N, K] bf16, K contiguous. The copier brings pieces (G groups of 8 weight rows, at most SLAB columns) into a ring
 // of slots, ahead of everything that waits for activations, because weights never depend on them (routed experts
-// excepted). A multiplier owns one 128-column block of K: its part of the activations lives in registers as the A operand
-// of m16n8k16 products, the weights are the B operand. All roles walk the same pieces in the same order.
+// excepted). A multiplier owns one 256-column block of K: its part of the activations lives in registers as the A operand
+// of m16n8k16 products, the weights are the B operand. All roles walk the same pieces in the same order. Few warps with
+// large blocks, because what limits a multiplier is how many instructions it issues for each weight.
 //
-// Order of sums, the same for every number of rows, grid and list: within a 128-column block the tensor core's, over
-// 8 products of 16 columns; blocks ascending, one after the other, in float32; slabs ascending; experts ascending by
+// Order of sums, the same for every number of rows, grid and list: within a 256-column block the tensor core's, over
+// 16 products of 16 columns; blocks ascending, one after the other, in float32; slabs ascending; experts ascending by
 // index, the shared expert last.
 
 typedef unsigned char u8;
@@ -17,16 +18,15 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr int HALVES = SOLITON_HALVES;  // most rows over 8
+constexpr int TILES = SOLITON_TILES;  // most rows over 16
 constexpr int SLOTS = SOLITON_SLOTS;
-constexpr int WARPS = 20, REDUCERS = 3, BLOCK = 128, SLAB = WARPS * BLOCK;
-constexpr int MULTIPLIERS = WARPS * 32, ADDERS = REDUCERS * 32;
+constexpr int WARPS = 10, BLOCK = 256, PARTS = BLOCK / 32, HEAD = 128, SLAB = WARPS * BLOCK;
+constexpr int MULTIPLIERS = WARPS * 32;
 constexpr int BUFFERS = 3;  // of partial sums
-constexpr int ROWS = HALVES * 8, TILES = (HALVES + 1) / 2;
-constexpr int PAD = 64;  // bytes between rows of a slot: neighbours then lie in different banks
-constexpr int SLOT = 8 * (SLAB * 2 + PAD);
+constexpr int ROWS = TILES * 16;
+constexpr int SLOT = 8 * SLAB * 2;
 constexpr int GROUPS = 8;  // most groups that one block sums over several terms
-constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, OWN = 16, LIST = 16;
+constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 16;
 
 enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN };
 enum Prologue { PLAIN, RMS, GATED, KEEP };
@@ -36,7 +36,7 @@ struct Instr {
     const u16* w;      // [N, K], or [E, N, K]
     const u16* x;      // activations, bf16
     void* out;
-    const float* norm;  // [K], or [128] for GATED
+    const float* norm;  // [K], or [HEAD] for GATED
     const u16* gate;    // GATED: as x
     const u16* w2;      // DOWN: the shared expert's [N, K2], and its activations
     const u16* x2;
@@ -110,17 +110,17 @@ __device__ __forceinline__ void mbar_expect(u64* bar, u32 bytes) {
 __device__ __forceinline__ void mbar_wait(u64* bar, u32 parity) {
     asm volatile(
         "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(smem(bar)), "r"(parity)
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n@!done bra again;\n}" ::"r"(smem(bar)), "r"(parity)
         : "memory");
 }
 __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64* bar) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-        "r"(bytes), "r"(smem(bar))
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            to), "l"(from), "r"(bytes), "r"(smem(bar)), "l"(0x12F0000000000000ull)  // evict first: read once a step
         : "memory");
 }
 __device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
-__device__ __forceinline__ void both_sync() { asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS + ADDERS) : "memory"); }
+__device__ __forceinline__ void both_sync() { asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS + 32) : "memory"); }
 __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -129,10 +129,10 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// How a slab of `width` columns is cut: blocks of 128 columns, groups of 8 weight rows in a slot.
+// How a slab of `width` columns is cut: blocks of 256 columns, groups of 8 weight rows in a slot.
 __device__ __forceinline__ int blocks_of(int width) { return (width + BLOCK - 1) / BLOCK; }
 __device__ __forceinline__ int groups_of(int width) {
-    return min_(WARPS / blocks_of(width), SLOT / (8 * (width * 2 + PAD)));
+    return min_(WARPS / blocks_of(width), SLOT / (16 * width));
 }
 
 struct Range {
@@ -217,8 +217,11 @@ struct Copier {
         if (lane == 0) mbar_expect(&S.full[at], (u32)(p.count * 8 * p.width * 2));
         __syncwarp();
         u32 base = smem(ring + at * SLOT);
-        for (int r = lane; r < p.count * 8; r += 32)
-            copy_in(base + r * (p.width * 2 + PAD), p.w + (i64)r * p.row, p.width * 2, &S.full[at]);
+        if (p.row == p.width) {  // large copies stream faster
+            if (lane == 0) copy_in(base, p.w, p.count * 16 * p.width, &S.full[at]);
+        } else
+            for (int r = lane; r < p.count * 8; r += 32)
+                copy_in(base + r * p.width * 2, p.w + (i64)r * p.row, p.width * 2, &S.full[at]);
         ++issued;
     }
 
@@ -245,7 +248,7 @@ struct Copier {
     }
 };
 
-// ---- reducers ------------------------------------------------------------------------------------------------------
+// ---- reducer -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float swiglu(float gate, float rise, float limit) {
     float g = gate / (1.0f + expf(-gate));
@@ -258,13 +261,10 @@ __device__ __forceinline__ float swiglu(float gate, float rise, float limit) {
 
 struct Reducer {
     Shared& S;
-    int warp, lane, rows, taken;
+    int lane, rows, at;
+    u32 parity;
 
     __device__ void piece(const Instr& I, const Piece& p, int terms, int first) {
-        int at = taken % BUFFERS, turn = terms > 1 ? 0 : taken % REDUCERS;
-        u32 parity = taken / BUFFERS & 1;
-        ++taken;
-        if (turn != warp) return;
         mbar_wait(&S.ready[at], parity);
         int blocks = blocks_of(p.width), total = p.count * rows, column = lane & 7;
         int group = 0, row = lane >> 3;  // of this lane's sum
@@ -272,10 +272,12 @@ struct Reducer {
             while (row >= rows) row -= rows, ++group;
             bool there = group < p.count;
             const float* from = &S.partial[at][there ? group * blocks : 0][row][column];
-            float sum = 0.f;
+            float part[WARPS], sum = 0.f;
+#pragma unroll
+            for (int b = 0; b < WARPS; ++b) part[b] = b < blocks ? from[b * ROWS * 8] : 0.f;
 #pragma unroll
             for (int b = 0; b < WARPS; ++b)
-                if (b < blocks) sum += from[b * ROWS * 8];
+                if (b < blocks) sum += part[b];
             int n = (p.group + group) * 8 + column;
             if (I.kind == UP) {
                 float rise = __shfl_down_sync(0xffffffffu, sum, 1);
@@ -308,6 +310,7 @@ struct Reducer {
         }
         __syncwarp();
         if (lane == 0) mbar_arrive(&S.free[at]);
+        if (++at == BUFFERS) at = 0, parity ^= 1;
     }
 
     __device__ void run(int count) {
@@ -326,25 +329,28 @@ struct Reducer {
 
 // ---- the choice of experts, by the multipliers ---------------------------------------------------------------------
 
-// A row's choice by one warp. Lane l owns experts l * per .. + per - 1; the lanes of a group are neighbours.
+// A row's choice by one warp. Lane l owns experts l * PER .. + PER - 1; the lanes of a group are neighbours.
+template <int PER>
 __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane) {
-    int per = (I.experts + 31) / 32, first = lane * per;
     const float lowest = __uint_as_float(0xff800000u);
-    float score[OWN], choice[OWN];
+    int first = lane * PER;
+    float score[PER], choice[PER];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        score[i] = 0.f;
-        choice[i] = lowest;
-        if (i < per && first + i < I.experts) {
-            score[i] = sigmoid(load_float(I.logits + (i64)row * I.x_stride + first + i));
-            choice[i] = score[i] + __ldg(I.bias + first + i);
-        }
+    for (int i = 0; i < PER; ++i) {
+        bool there = first + i < I.experts;
+        score[i] = there ? load_float(I.logits + (i64)row * I.x_stride + first + i) : 0.f;
+        choice[i] = there ? __ldg(I.bias + first + i) : lowest;
+    }
+#pragma unroll
+    for (int i = 0; i < PER; ++i) {
+        score[i] = sigmoid(score[i]);
+        choice[i] += score[i];
     }
     if (I.groups > 1) {
-        int span = I.experts / I.groups / per;  // lanes of a group
+        int span = I.experts / I.groups / PER;  // lanes of a group
         float best = lowest, second = lowest;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < PER; ++i) {
             second = fmaxf(second, fminf(best, choice[i]));
             best = fmaxf(best, choice[i]);
         }
@@ -361,7 +367,7 @@ __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane
         }
         if (rank >= I.top_groups)
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) choice[i] = lowest;
+            for (int i = 0; i < PER; ++i) choice[i] = lowest;
     }
     // slot s is kept by lane s
     int which = 0;
@@ -370,7 +376,7 @@ __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane
         float best = lowest, value = 0.f;
         int index = 0;
 #pragma unroll
-        for (int i = OWN - 1; i >= 0; --i)
+        for (int i = PER - 1; i >= 0; --i)
             if (choice[i] >= best) best = choice[i], index = i, value = score[i];
         u32 bits = __float_as_uint(best + 0.0f), key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
         u32 top = __reduce_max_sync(0xffffffffu, key);
@@ -379,10 +385,9 @@ __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane
         value = __shfl_sync(0xffffffffu, value, owner);
         sum += value;
         if (lane == slot) which = expert, got = value;
-        if (lane == owner)
 #pragma unroll
-            for (int i = 0; i < OWN; ++i)
-                if (i == index) choice[i] = lowest;
+        for (int i = 0; i < PER; ++i)
+            if (lane == owner && i == index) choice[i] = lowest;
     }
     if (lane < I.topk) {
         if (I.renormalize) got = got / (sum + 1e-20f);
@@ -399,7 +404,12 @@ __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane
 __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     if (I.kind == ROUTE) {
-        for (int row = warp; row < rows; row += WARPS) choose(I, S, row, lane);
+        for (int row = warp; row < rows; row += WARPS) {
+            if (I.experts <= 32) choose<1>(I, S, row, lane);
+            else if (I.experts <= 128) choose<4>(I, S, row, lane);
+            else if (I.experts <= 256) choose<8>(I, S, row, lane);
+            else choose<16>(I, S, row, lane);
+        }
     } else {
         for (int i = tid; i < rows * I.topk; i += MULTIPLIERS) {
             S.id[i / I.topk][i % I.topk] = (int)load_whole(I.ids + i);
@@ -436,10 +446,11 @@ __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
 
 // ---- multipliers ---------------------------------------------------------------------------------------------------
 
-// A warp's block of activations: [8-row half][32 columns][16 bytes], columns 32 j + 8 c .. + 7 of row lane / 4, where
-// c = lane % 4.
+// A warp's block of activations, as the product takes it: [16-row tile][32 columns][row half + 2 * pair of registers]. A
+// lane holds columns 32 j + 8 c .. + 7 (c = lane % 4) of rows lane / 4 and lane / 4 + 8.
 struct Fragment {
-    u32 v[HALVES][4][4];
+    u32 v[TILES][PARTS][2][4];  // [..][first or second product][a0 a1 a2 a3]
+    __device__ __forceinline__ u32& at(int m, int j, int half, int word) { return v[m][j][word / 2][word % 2 * 2 + half]; }
 };
 
 struct Multiplier {
@@ -447,8 +458,12 @@ struct Multiplier {
     u8* ring;
     u64* counter;
     u64 target;
-    int warp, lane, rows, taken;
-    int width, block, group;  // of the current term: how this warp lies in a piece
+    int warp, lane, rows;
+    int slot, buffer;  // of the next piece
+    u32 full, free;    // their parities
+    int group, column;  // of this warp in a piece of the current width, column of the lane
+    u32 offset;         // in a slot
+    int parts, odd;
     Fragment a;
 
     __device__ void grid_sync() {
@@ -464,38 +479,54 @@ struct Multiplier {
         multipliers_sync();
     }
 
-    // x[row, from + column] of the warp's block; absent rows (from < 0) and columns are 0.
-    template <class From>
-    __device__ __forceinline__ void fetch(Fragment& to, const u16* x, int stride, int width, From from) {
-        int column = warp % blocks_of(width) * BLOCK + lane % 4 * 8;
+    // Where this warp lies in pieces of `width` columns.
+    __device__ void lie(int width) {
+        int blocks = blocks_of(width), block;
+        group = warp / blocks;
+        block = warp - group * blocks;
+        column = block * BLOCK + lane % 4 * 8;
+        parts = min_(PARTS, (width - block * BLOCK) / 32);
+        // Rows of whole 128 bytes: an odd row takes its 64-byte halves in the other order, or it would meet the even row
+        // before it in the same banks.
+        odd = width % 64 == 0 ? lane / 4 & 1 : 0;
+        offset = (group * 8 + lane / 4) * width * 2 + block * BLOCK * 2 + lane % 4 * 16;
+    }
+
+    // x[row, first + column] of the warp's block; absent rows (first < 0) and columns are 0.
+    template <class First>
+    __device__ __forceinline__ void fetch(Fragment& to, const u16* x, int stride, First first) {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            int row = h * 8 + lane / 4, first = row < rows ? from(row) : -1;
-            const u16* at = x + (i64)row * stride + first + column;
+        for (int m = 0; m < TILES; ++m)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                to.v[h][j][0] = to.v[h][j][1] = to.v[h][j][2] = to.v[h][j][3] = 0;
-                if (first >= 0 && column + j * 32 < width) load16(to.v[h][j], at + j * 32);
+            for (int h = 0; h < 2; ++h) {
+                int row = m * 16 + h * 8 + lane / 4, from = row < rows ? first(row) : -1;
+                const u16* at = x + (i64)row * stride + from + column;
+#pragma unroll
+                for (int j = 0; j < PARTS; ++j) {
+                    u32 v[4] = {0, 0, 0, 0};
+                    if (from >= 0 && j < parts) load16(v, at + j * 32);
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) to.at(m, j, h, w) = v[w];
+                }
             }
-        }
     }
     __device__ __forceinline__ void fetch_term(Fragment& to, const Instr& I, int t) {
         if (I.kind == DOWN && t < S.chosen)
-            fetch(to, I.x, I.x_stride, I.k, [&](int row) { return S.slot[t][row] == 255 ? -1 : S.slot[t][row] * I.slot_stride; });
+            fetch(to, I.x, I.x_stride, [&](int row) { return S.slot[t][row] == 255 ? -1 : S.slot[t][row] * I.slot_stride; });
         else if (I.kind == DOWN)
-            fetch(to, I.x2, I.x2_stride, I.k2, [](int) { return 0; });
+            fetch(to, I.x2, I.x2_stride, [](int) { return 0; });
         else
-            fetch(to, I.x, I.x_stride, min_(SLAB, I.k - t * SLAB), [&](int) { return t * SLAB; });
+            fetch(to, I.x, I.x_stride, [&](int) { return t * SLAB; });
     }
 
-    // Sum of squares of the lane's row within the warp's block, the same in the four lanes of a row.
-    __device__ __forceinline__ float squares(int h) {
+    // Sum of squares of one row over four parts (128 columns), the same in the four lanes of a row.
+    __device__ __forceinline__ float squares(int m, int h, int from) {
         float sum = 0.f;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float p = lower(a.v[h][j][i]), q = upper(a.v[h][j][i]);
+            for (int w = 0; w < 4; ++w) {
+                float p = lower(a.at(m, from + j, h, w)), q = upper(a.at(m, from + j, h, w));
                 sum += p * p;
                 sum += q * q;
             }
@@ -505,134 +536,153 @@ struct Multiplier {
     }
 
     __device__ void rms(const Instr& I) {
-        int blocks = blocks_of(I.k), own = warp % blocks, c = lane % 4;
+        int blocks = blocks_of(I.k);
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            float sum = squares(h);
-            if (warp < blocks && c == 0) S.stat[own][h * 8 + lane / 4] = sum;
-        }
+        for (int m = 0; m < TILES; ++m)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                float sum = squares(m, h, 0) + squares(m, h, 4);
+                if (warp < blocks && lane % 4 == 0) S.stat[warp][m * 16 + h * 8 + lane / 4] = sum;
+            }
         multipliers_sync();
-        float scale[HALVES];
+        float scale[TILES][2];
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            float sum = 0.f;
+        for (int m = 0; m < TILES; ++m)
 #pragma unroll
-            for (int b = 0; b < WARPS; ++b)
-                if (b < blocks) sum += S.stat[b][h * 8 + lane / 4];
-            scale[h] = rsqrtf(sum / (float)I.k + I.eps);
-        }
+            for (int h = 0; h < 2; ++h) {
+                float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int column = own * BLOCK + j * 32 + c * 8;
-            if (column >= I.k) continue;
-            const float4* w = (const float4*)(I.norm + column);
+                for (int b = 0; b < WARPS; ++b)
+                    if (b < blocks) sum += S.stat[b][m * 16 + h * 8 + lane / 4];
+                scale[m][h] = rsqrtf(sum / (float)I.k + I.eps);
+            }
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) {
+            if (j >= parts) break;
+            const float4* w = (const float4*)(I.norm + column + j * 32);
             float4 low = __ldg(w), high = __ldg(w + 1);
             float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h)
+            for (int m = 0; m < TILES; ++m)
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    a.v[h][j][i] = pair(lower(a.v[h][j][i]) * scale[h] * v[2 * i], upper(a.v[h][j][i]) * scale[h] * v[2 * i + 1]);
+                for (int h = 0; h < 2; ++h)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        u32& x = a.at(m, j, h, i);
+                        x = pair(lower(x) * scale[m][h] * v[2 * i], upper(x) * scale[m][h] * v[2 * i + 1]);
+                    }
         }
         multipliers_sync();  // the sums may be written again
     }
 
-    __device__ __forceinline__ void gated(const Instr& I, const Fragment& gate) {
-        int c = lane % 4;
+    // x normed in blocks of HEAD columns, times sigmoid of the gate at column `first`.
+    __device__ __forceinline__ void gated(const Instr& I, int first) {
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            float scale = rsqrtf(squares(h) / (float)BLOCK + I.eps);
+        for (int m = 0; m < TILES; ++m)
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float4* w = (const float4*)(I.norm + j * 32 + c * 8);
-                float4 low = __ldg(w), high = __ldg(w + 1);
-                float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            for (int h = 0; h < 2; ++h) {
+                int row = m * 16 + h * 8 + lane / 4;
+                const u16* gate = I.gate + (i64)row * I.gate_stride + first + column;
+                float scale[2] = {rsqrtf(squares(m, h, 0) / (float)HEAD + I.eps), rsqrtf(squares(m, h, 4) / (float)HEAD + I.eps)};
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    a.v[h][j][i] = pair(lower(a.v[h][j][i]) * scale * v[2 * i] * sigmoid(lower(gate.v[h][j][i])),
-                                        upper(a.v[h][j][i]) * scale * v[2 * i + 1] * sigmoid(upper(gate.v[h][j][i])));
+                for (int j = 0; j < PARTS; ++j) {
+                    u32 g[4] = {0, 0, 0, 0};
+                    if (row < rows && j < parts) load16(g, gate + j * 32);
+                    const float4* w = (const float4*)(I.norm + (column + j * 32) % HEAD);
+                    float4 low = __ldg(w), high = __ldg(w + 1);
+                    float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        u32& x = a.at(m, j, h, i);
+                        x = pair(lower(x) * scale[j / 4] * v[2 * i] * sigmoid(lower(g[i])),
+                                 upper(x) * scale[j / 4] * v[2 * i + 1] * sigmoid(upper(g[i])));
+                    }
+                }
             }
-        }
     }
 
-    __device__ void lie(int columns) {
-        width = columns;
-        int blocks = blocks_of(columns);
-        group = warp / blocks;
-        block = warp - group * blocks;
-    }
-
-    __device__ __forceinline__ void piece(const Piece& p) {
-        int at = taken % SLOTS, to = taken % BUFFERS;
-        mbar_wait(&S.full[at], taken / SLOTS & 1);
+    __device__ __forceinline__ void piece(int count) {
+        mbar_wait(&S.full[slot], full);
         // also a warp without a part in this piece, or it would be counted for the next use of the buffer
-        if (taken >= BUFFERS) mbar_wait(&S.free[to], (taken / BUFFERS - 1) & 1);
-        if (group < p.count) {
+        mbar_wait(&S.free[buffer], free ^ 1);
+        if (group < count) {
             float c[TILES][4];
 #pragma unroll
             for (int m = 0; m < TILES; ++m) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
-            u32 from = smem(ring + at * SLOT) + (group * 8 + lane / 4) * (width * 2 + PAD) + block * BLOCK * 2 + lane % 4 * 16;
-            int parts = (width - block * BLOCK) / 32;
+            u32 from = smem(ring + slot * SLOT) + offset;
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                u32 b[4] = {0, 0, 0, 0};
-                if (j < parts)
-                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(from + j * 64));
+            for (int j = 0; j < PARTS; j += 2) {
+                u32 b[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
 #pragma unroll
-                for (int m = 0; m < TILES; ++m) {
-                    const bool two = 2 * m + 1 < HALVES;
-                    const int o = two ? 2 * m + 1 : 2 * m;
-                    product(c[m], a.v[2 * m][j][0], two ? a.v[o][j][0] : 0u, a.v[2 * m][j][1], two ? a.v[o][j][1] : 0u, b[0], b[1]);
-                    product(c[m], a.v[2 * m][j][2], two ? a.v[o][j][2] : 0u, a.v[2 * m][j][3], two ? a.v[o][j][3] : 0u, b[2], b[3]);
+                for (int i = 0; i < 2; ++i) {
+                    int k = j + (i ^ odd);
+                    if (k < parts)
+                        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                     : "=r"(b[i][0]), "=r"(b[i][1]), "=r"(b[i][2]), "=r"(b[i][3]) : "r"(from + k * 64));
                 }
+#pragma unroll
+                for (int q = 0; q < 4; ++q) {
+                    u32 v = odd ? b[1][q] : b[0][q];
+                    b[1][q] = odd ? b[0][q] : b[1][q];
+                    b[0][q] = v;
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+#pragma unroll
+                    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                        for (int half = 0; half < 2; ++half) {
+                            const u32* x = a.v[m][j + i][half];
+                            product(c[m], x[0], x[1], x[2], x[3], b[i][half * 2], b[i][half * 2 + 1]);
+                        }
             }
 #pragma unroll
-            for (int h = 0; h < HALVES; ++h) {
-                int row = h * 8 + lane / 4;
-                if (row < rows)
-                    *(float2*)&S.partial[to][warp][row][lane % 4 * 2] = make_float2(c[h / 2][h % 2 * 2], c[h / 2][h % 2 * 2 + 1]);
-            }
+            for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    int row = m * 16 + h * 8 + lane / 4;
+                    if (row < rows) *(float2*)&S.partial[buffer][warp][row][lane % 4 * 2] = make_float2(c[m][h * 2], c[m][h * 2 + 1]);
+                }
         }
         __syncwarp();
         if (lane == 0) {
-            mbar_arrive(&S.empty[at]);
-            mbar_arrive(&S.ready[to]);
+            mbar_arrive(&S.empty[slot]);
+            mbar_arrive(&S.ready[buffer]);
         }
-        ++taken;
+        if (++slot == SLOTS) slot = 0, full ^= 1;
+        if (++buffer == BUFFERS) buffer = 0, free ^= 1;
     }
 
     __device__ void multiply(const Instr& I) {
         int terms = I.kind == UP ? 1 : terms_of(I, S);
-        bool gates = I.prologue == GATED;
-        Fragment next, gate;
+        Fragment next;
         if (I.prologue == RMS) {  // all warps, also of a block without a piece, because they wait for each other
-            fetch(a, I.x, I.x_stride, I.k, [](int) { return 0; });
+            lie(I.k);
+            fetch(a, I.x, I.x_stride, [](int) { return 0; });
             rms(I);
         }
         walk(I, S, [&](const Piece& p) {
             if (p.opens) {
                 int t = p.term;
                 lie(p.width);
-                if (I.prologue == PLAIN || gates) {
-                    if (HALVES > 1 || t == 0) {
-                        fetch_term(a, I, t);
-                        if (gates) fetch(gate, I.gate, I.gate_stride, p.width, [&](int) { return t * SLAB; });
-                    } else
-                        a = next;
-                    if (gates) gated(I, gate);
-                    if (HALVES == 1 && t + 1 < terms) {  // underway while this term's pieces are multiplied
+                if (I.prologue == PLAIN || I.prologue == GATED) {
+                    if (TILES > 1 || t == 0) fetch_term(a, I, t);
+                    else a = next;
+                    if (I.prologue == GATED) gated(I, t * SLAB);
+                    if (TILES == 1 && t + 1 < terms) {  // underway while this term's pieces are multiplied
+                        Term after = term_of(I, S, t + 1);
+                        if (after.width != p.width) lie(after.width);
                         fetch_term(next, I, t + 1);
-                        if (gates) fetch(gate, I.gate, I.gate_stride, min_(SLAB, I.k - (t + 1) * SLAB), [&](int) { return (t + 1) * SLAB; });
+                        if (after.width != p.width) lie(p.width);
                     }
                 }
             }
-            piece(p);
+            piece(p.count);
         });
     }
 };
 
-extern "C" __global__ void __launch_bounds__((WARPS + REDUCERS + 1) * 32, 1)
+extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
     soliton_sweep(const Instr* list, int count, const i64* live, int rows, u64* counter) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& S = *(Shared*)(memory + SLOTS * SLOT);
@@ -651,7 +701,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + REDUCERS + 1) * 32, 1)
     }
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if (warp == WARPS + REDUCERS) {
+    if (warp == WARPS + 1) {
         Copier copier{S, memory, live, lane, 0, 0, false, false};
         copier.run(count);
         return;
@@ -659,13 +709,13 @@ extern "C" __global__ void __launch_bounds__((WARPS + REDUCERS + 1) * 32, 1)
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
     if (rows <= 0) return;
-    if (warp >= WARPS) {
-        Reducer reducer{S, warp - WARPS, lane, rows, 0};
+    if (warp == WARPS) {
+        Reducer reducer{S, lane, rows, 0, 0};
         reducer.run(count);
         return;
     }
     Multiplier m{S, memory, counter};
-    m.warp = warp, m.lane = lane, m.rows = rows, m.taken = 0;
+    m.warp = warp, m.lane = lane, m.rows = rows, m.slot = m.buffer = 0, m.full = m.free = 0;
     if (threadIdx.x == 0) {
         u64 seen;
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");

@@ -22,9 +22,9 @@ from .weight import Weight
 PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN = range(5)
 PLAIN, RMS, GATED, KEEP = range(4)
 STORE, STORE_FLOAT, ADD, SWIGLU = range(4)
-WARPS, REDUCERS, BUFFERS, BLOCK, LIST, GROUPS, TOPK = 20, 3, 3, 128, 16, 8, 8
+WARPS, BUFFERS, BLOCK, HEAD, LIST, GROUPS, TOPK = 10, 3, 256, 128, 16, 8, 8
 SLAB = WARPS * BLOCK
-_SLOT = 8 * (SLAB * 2 + 64)
+_SLOT = 8 * SLAB * 2
 _POINTERS = ("w", "x", "out", "norm", "gate", "w2", "x2", "ids", "weights", "bias", "logits")
 _COUNTS = (
     "kind", "prologue", "epilogue", "sync", "n", "k", "k2", "x_stride", "x2_stride", "out_stride", "gate_stride",
@@ -108,7 +108,7 @@ class Sweep:
         table = self._table
         assert table is not None
         device = table.device
-        kernel, counter = _kernel(device, -(-self.rows // 8)), _counter(device)
+        kernel, counter = _kernel(device, -(-self.rows // 16)), _counter(device)
         args = (
             (table.data_ptr(), POINTER),
             (len(self.instructions), INTEGER),
@@ -116,7 +116,7 @@ class Sweep:
             (self.rows, INTEGER),
             (counter.data_ptr(), POINTER),
         )
-        kernel.launch(_processors(device), (WARPS + REDUCERS + 1) * 32, args, pdl=self.pdl)
+        kernel.launch(_processors(device), (WARPS + 2) * 32, args, pdl=self.pdl)
 
     def __str__(self) -> str:
         names = ("product", "route", "load", "up", "down")
@@ -144,13 +144,12 @@ def _counter(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _kernel(device: torch.device, halves: int) -> Kernel:
-    slots = {1: 5, 2: 4}.get(halves, 3)
-    rows = halves * 8
+def _kernel(device: torch.device, tiles: int) -> Kernel:
+    slots, rows = 6 - tiles, tiles * 16
     # what sweep.cu's Shared takes, rounded up; the kernel traps when it is too little
     sums = BUFFERS * WARPS * rows * 32 + GROUPS * rows * 32 + WARPS * rows * 4
     after = sums + rows * TOPK * (8 + 2 + rows) + LIST * 192 + 512
-    defines = {"SOLITON_HALVES": halves, "SOLITON_SLOTS": slots}
+    defines = {"SOLITON_TILES": tiles, "SOLITON_SLOTS": slots}
     return Kernel("sweep.cu", "soliton_sweep", defines=defines, shared=slots * _SLOT + after, device=device)
 
 
@@ -298,7 +297,7 @@ class _Fuser:
         readers = self.readers.get(out.data_ptr(), [])
         if not readers or not all(op in ("linear", "moe") and size == out.numel() for op, size in readers):
             return False
-        return bool(x.shape[-1] == BLOCK) if item.op == "kda.norm" else bool(x.shape[-1] <= SLAB)
+        return bool(x.shape[-1] == HEAD) if item.op == "kda.norm" else bool(x.shape[-1] <= SLAB)
 
     def _close(self) -> None:
         if self.open is not None:
