@@ -1,12 +1,13 @@
 // A run of skinny products as one persistent kernel: weights stream through shared memory without a pause while the
 // activations pass from product to product through grid barriers. See sweep.py for the instruction list.
 //
-// One block a multiprocessor: WARPS multiplying warps, REDUCERS warps that add up and store, one copying warp. Weights
-// are [N, K] bf16, K contiguous. The copier brings pieces (G groups of 8 weight rows, at most SLAB columns) into a ring
-// of slots, ahead of everything that waits for activations, because weights never depend on them (routed experts
-// excepted). A multiplier owns one 256-column block of K: its part of the activations lives in registers as the A operand
-// of m16n8k16 products, the weights are the B operand. All roles walk the same pieces in the same order. Few warps with
-// large blocks, because what limits a multiplier is how many instructions it issues for each weight.
+// One block a multiprocessor: WARPS multiplying warps, one warp that adds up and stores, one that copies. Weights are
+// [N, K] bf16, K contiguous. The copier brings pieces (G groups of 8 weight rows, at most SLAB columns) into a ring of
+// slots, ahead of everything that waits for activations, because weights never depend on them (routed experts excepted).
+// A multiplier owns one 256-column block of K: its part of the activations lives in registers as the A operand of
+// m16n8k16 products, the weights are the B operand. Where K is short the multipliers form teams that take pieces in turn.
+// All roles walk the same pieces in the same order. What limits this kernel besides memory is instructions: how many are
+// issued for each weight, and how much code is fetched cold between two barriers.
 //
 // Order of sums, the same for every number of rows, grid and list: within a 256-column block the tensor core's, over
 // 16 products of 16 columns; blocks ascending, one after the other, in float32; slabs ascending; experts ascending by
@@ -22,10 +23,11 @@ constexpr int TILES = SOLITON_TILES;  // most rows over 16
 constexpr int SLOTS = SOLITON_SLOTS;
 constexpr int WARPS = 10, BLOCK = 256, PARTS = BLOCK / 32, HEAD = 128, SLAB = WARPS * BLOCK;
 constexpr int MULTIPLIERS = WARPS * 32;
-constexpr int BUFFERS = 3;  // of partial sums
+constexpr int BUFFERS = 2;  // of partial sums; fewer than SLOTS
+constexpr int AHEAD = 4;    // rows of activations on their way at once
 constexpr int ROWS = TILES * 16;
 constexpr int SLOT = 8 * SLAB * 2;
-constexpr int GROUPS = 8;  // most groups that one block sums over several terms
+constexpr int GROUPS = 4;  // most groups that one block sums over several terms
 constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 16;
 
 enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN };
@@ -51,20 +53,28 @@ struct Instr {
 };
 
 struct Shared {
-    u64 full[SLOTS], empty[SLOTS], ready[BUFFERS], free[BUFFERS], tables;
+    u64 full[SLOTS], empty[SLOTS], ready[BUFFERS], tables;
     Instr list[LIST];
     float partial[BUFFERS][WARPS][ROWS][8];
     float total[GROUPS][ROWS][8];
     float stat[WARPS][ROWS];
+    __align__(16) u32 stage[WARPS][BLOCK / 2];
     float weight[ROWS][TOPK];
     int id[ROWS][TOPK];
     u32 bits[32];
     u16 expert[CHOSEN];
     u8 slot[CHOSEN][ROWS];  // of an expert in a row's choice; 255: not chosen
     int chosen;
+    volatile int reduced;  // pieces whose partial sums have been read
 };
 
 __device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// a == b, in a form that the compiler cannot turn into an indexed store, which would move an array out of registers.
+__device__ __forceinline__ bool same(int a, int b) {
+    int out;
+    asm("{\n.reg .pred p;\nsetp.eq.s32 p, %1, %2;\nselp.s32 %0, 1, 0, p;\n}" : "=r"(out) : "r"(a), "r"(b));
+    return out != 0;
+}
 __device__ __forceinline__ int min_(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ float lower(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float upper(u32 v) { return __uint_as_float(v & 0xffff0000u); }
@@ -75,7 +85,7 @@ __device__ __forceinline__ u32 pair(float low, float high) {
 }
 __device__ __forceinline__ u16 half(float v) { return (u16)(pair(v, 0.f) & 0xffff); }
 __device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
 
 // Activations are written by other multiprocessors during the kernel: read them where those writes arrive, in L2.
 __device__ __forceinline__ void load16(u32* to, const void* from) {
@@ -121,12 +131,11 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64
 }
 __device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
 __device__ __forceinline__ void both_sync() { asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS + 32) : "memory"); }
-__device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // How a slab of `width` columns is cut: blocks of 256 columns, groups of 8 weight rows in a slot.
@@ -163,34 +172,52 @@ __device__ __forceinline__ Term term_of(const Instr& I, const Shared& S, int t) 
 struct Piece {
     const u16* w;
     int row, width, count;  // columns of a weight row, columns taken, groups
-    int term, unit, group;  // term of a sum; which chosen expert (UP); first group
-    bool opens;             // the first piece of its term
+    int term, group, turn;  // term of a sum, or which chosen expert (UP); first group; whose turn it is, modulo teams
 };
-template <class Visit>
-__device__ __forceinline__ void walk(const Instr& I, const Shared& S, Visit visit) {
-    int groups = I.n / 8;
-    if (I.kind == UP) {
-        int size = groups_of(I.k);
-        Range own = share(S.chosen * groups, I.start);
-        int u = own.begin / groups, g = own.begin - u * groups;
-        for (int at = own.begin; at < own.end;) {
-            int take = min_(min_(size, own.end - at), groups - g);
-            visit(Piece{I.w + ((i64)S.expert[u] * I.n + g * 8) * I.k, I.k, I.k, take, 0, u, g, at == own.begin});
-            at += take;
-            g += take;
-            if (g == groups) g = 0, ++u;
+
+// The pieces of this block in order: of every chosen expert's share (UP), or of every term over the block's own groups,
+// whose sums stay here.
+struct Walk {
+    const Instr& I;
+    const Shared& S;
+    Range own;
+    int at, terms, groups, term, turn;
+
+    __device__ Walk(const Instr& I, const Shared& S) : I(I), S(S), term(0), turn(0) {
+        groups = I.n / 8;
+        terms = I.kind == UP ? S.chosen : terms_of(I, S);
+        own = share(I.kind == UP ? terms * groups : groups, I.start);
+        at = own.begin;
+        if (I.kind == UP) {
+            term = at / groups;
+            at -= term * groups;
+            own.end -= term * groups;
         }
-        return;
     }
-    Range own = share(groups, I.start);
-    int terms = terms_of(I, S);
-    for (int t = 0; t < terms; ++t) {
-        Term term = term_of(I, S, t);
-        int size = groups_of(term.width);
-        for (int g = own.begin; g < own.end; g += size)
-            visit(Piece{term.w + (i64)g * 8 * term.row, term.row, term.width, min_(size, own.end - g), t, 0, g, g == own.begin});
+    __device__ __forceinline__ bool next(Piece& p) {
+        if (at >= own.end) {
+            if (I.kind == UP || own.begin >= own.end || ++term >= terms) return false;
+            at = own.begin;
+        }
+        if (I.kind == UP) {
+            if (at >= groups) at -= groups, own.end -= groups, ++term;
+            p.w = I.w + ((i64)S.expert[term] * I.n + at * 8) * I.k;
+            p.row = p.width = I.k;
+            p.count = min_(min_(groups_of(I.k), own.end - at), groups - at);
+        } else {
+            if (term >= terms) return false;
+            Term t = term_of(I, S, term);
+            p.w = t.w + (i64)at * 8 * t.row;
+            p.row = t.row, p.width = t.width;
+            p.count = min_(groups_of(t.width), own.end - at);
+        }
+        p.term = term;
+        p.group = at;
+        p.turn = I.kind != UP && terms > 1 ? term : turn++;
+        at += p.count;
+        return true;
     }
-}
+};
 
 // ---- copier --------------------------------------------------------------------------------------------------------
 
@@ -240,7 +267,8 @@ struct Copier {
                 parity ^= 1;
                 waiting = false;
             }
-            walk(I, S, [&](const Piece& p) { push(p); });
+            Walk walk(I, S);
+            for (Piece p; walk.next(p);) push(p);
         }
         look();
         if (frozen)  // copies in flight must land before the block may end
@@ -261,7 +289,7 @@ __device__ __forceinline__ float swiglu(float gate, float rise, float limit) {
 
 struct Reducer {
     Shared& S;
-    int lane, rows, at;
+    int lane, rows, at, taken;
     u32 parity;
 
     __device__ void piece(const Instr& I, const Piece& p, int terms, int first) {
@@ -281,7 +309,7 @@ struct Reducer {
             int n = (p.group + group) * 8 + column;
             if (I.kind == UP) {
                 float rise = __shfl_down_sync(0xffffffffu, sum, 1);
-                int slot = S.slot[p.unit][row];
+                int slot = S.slot[p.term][row];
                 if (there && column % 2 == 0 && slot != 255)
                     ((u16*)I.out)[(i64)row * I.out_stride + slot * I.slot_stride + n / 2] = half(swiglu(sum, rise, I.limit));
                 continue;
@@ -296,7 +324,7 @@ struct Reducer {
                     sum = before + sum;
                 if (p.term + 1 < terms) *kept = sum;
             }
-            if (p.term + 1 < terms) continue;
+            if (terms > 1 && p.term + 1 < terms) continue;
             i64 to = (i64)row * I.out_stride + n;
             if (I.epilogue == SWIGLU) {
                 float rise = __shfl_down_sync(0xffffffffu, sum, 1);
@@ -309,7 +337,7 @@ struct Reducer {
             }
         }
         __syncwarp();
-        if (lane == 0) mbar_arrive(&S.free[at]);
+        if (lane == 0) S.reduced = ++taken;
         if (++at == BUFFERS) at = 0, parity ^= 1;
     }
 
@@ -321,8 +349,8 @@ struct Reducer {
                 both_sync();  // the tables are there
                 continue;
             }
-            int terms = I.kind == UP ? 1 : terms_of(I, S), first = share(I.n / 8, I.start).begin;
-            walk(I, S, [&](const Piece& p) { piece(I, p, terms, first); });
+            Walk walk(I, S);
+            for (Piece p; walk.next(p);) piece(I, p, I.kind == UP ? 1 : walk.terms, walk.own.begin);
         }
     }
 };
@@ -405,8 +433,7 @@ __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
     int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
     if (I.kind == ROUTE) {
         for (int row = warp; row < rows; row += WARPS) {
-            if (I.experts <= 32) choose<1>(I, S, row, lane);
-            else if (I.experts <= 128) choose<4>(I, S, row, lane);
+            if (I.experts <= 128) choose<4>(I, S, row, lane);
             else if (I.experts <= 256) choose<8>(I, S, row, lane);
             else choose<16>(I, S, row, lane);
         }
@@ -446,239 +473,239 @@ __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
 
 // ---- multipliers ---------------------------------------------------------------------------------------------------
 
-// A warp's block of activations, as the product takes it: [16-row tile][32 columns][row half + 2 * pair of registers]. A
-// lane holds columns 32 j + 8 c .. + 7 (c = lane % 4) of rows lane / 4 and lane / 4 + 8.
-struct Fragment {
-    u32 v[TILES][PARTS][2][4];  // [..][first or second product][a0 a1 a2 a3]
-    __device__ __forceinline__ u32& at(int m, int j, int half, int word) { return v[m][j][word / 2][word % 2 * 2 + half]; }
-};
-
 struct Multiplier {
     Shared& S;
     u8* ring;
     u64* counter;
     u64 target;
     int warp, lane, rows;
-    int slot, buffer;  // of the next piece
-    u32 full, free;    // their parities
-    int group, column;  // of this warp in a piece of the current width, column of the lane
-    u32 offset;         // in a slot
-    int parts, odd;
-    Fragment a;
+    int piece, slot, buffer;  // number of the next piece; where it lies, where its sums go
+    u32 full;                 // parity of its arrival
+    int width, teams, team, block;  // how the warps lie in pieces of this width
+    int parts, odd;                 // of the block: its 32-column parts
+    u32 offset;                     // of the lane in a group of 8 rows
+    // The block of activations as the product takes it: [16-row tile][32 columns][first or second product][a0 a1 a2 a3].
+    // A lane holds columns 32 j + 8 c .. + 7 (c = lane % 4) of rows lane / 4 and lane / 4 + 8.
+    u32 a[TILES][PARTS][2][4];
 
-    __device__ void grid_sync() {
+    __device__ __noinline__ static void arrive_and_wait(u64* counter, u64 target) {
+        asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
+        u64 seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
+        } while (seen < target);
+    }
+    __device__ __forceinline__ void grid_sync() {
         both_sync();
-        if (threadIdx.x == 0) {
-            target += gridDim.x;
-            asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(counter) : "memory");
-            u64 seen;
-            do {
-                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
-            } while (seen < target);
-        }
+        if (threadIdx.x == 0) arrive_and_wait(counter, target += gridDim.x);
         multipliers_sync();
     }
 
-    // Where this warp lies in pieces of `width` columns.
-    __device__ void lie(int width) {
-        int blocks = blocks_of(width), block;
-        group = warp / blocks;
-        block = warp - group * blocks;
-        column = block * BLOCK + lane % 4 * 8;
-        parts = min_(PARTS, (width - block * BLOCK) / 32);
+    // How the warps share pieces of `columns` columns.
+    __device__ __forceinline__ void lie(int columns) {
+        if (columns == width) return;
+        width = columns;
+        int blocks = blocks_of(columns);
+        teams = WARPS / blocks;
+        team = warp / blocks;
+        block = warp - team * blocks;
+        parts = min_(PARTS, (columns - block * BLOCK) / 32);
         // Rows of whole 128 bytes: an odd row takes its 64-byte halves in the other order, or it would meet the even row
         // before it in the same banks.
-        odd = width % 64 == 0 ? lane / 4 & 1 : 0;
-        offset = (group * 8 + lane / 4) * width * 2 + block * BLOCK * 2 + lane % 4 * 16;
+        odd = columns % 64 == 0 ? lane / 4 & 1 : 0;
+        offset = lane / 4 * columns * 2 + block * BLOCK * 2 + lane % 4 * 16;
     }
 
-    // x[row, first + column] of the warp's block; absent rows (first < 0) and columns are 0.
+    // Columns lane * 8 .. + 7 of the warp's block of AHEAD rows from `row` on; zeros where there is nothing.
     template <class First>
-    __device__ __forceinline__ void fetch(Fragment& to, const u16* x, int stride, First first) {
+    __device__ __forceinline__ void look(u32 (&v)[AHEAD][4], const u16* x, int stride, int row, First first) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+            v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;
+            int from = row + i < rows && lane * 8 < parts * 32 ? first(row + i) : -1;
+            if (from >= 0) load16(v[i], x + (i64)(row + i) * stride + from + block * BLOCK + lane * 8);
+        }
+    }
+
+    // The warp's block of rows of x, row by row through a stage in shared memory, because a lane's own columns lie apart.
+    // first(row): where the row's columns begin in it, -1 for a row of zeros; change(row, v): applied to 8 neighbouring
+    // columns, lane * 8 on, before they are laid out. Rolled loops: this code runs once between two barriers, cold.
+    template <class First, class Change>
+    __device__ __forceinline__ void fetch(const u16* x, int stride, First first, Change change) {
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                int row = m * 16 + h * 8 + lane / 4, from = row < rows ? first(row) : -1;
-                const u16* at = x + (i64)row * stride + from + column;
+            for (int j = 0; j < PARTS; ++j)
 #pragma unroll
-                for (int j = 0; j < PARTS; ++j) {
-                    u32 v[4] = {0, 0, 0, 0};
-                    if (from >= 0 && j < parts) load16(v, at + j * 32);
+                for (int i = 0; i < 8; ++i) a[m][j][i / 4][i % 4] = 0;
+        u32* stage = S.stage[warp];
+#pragma unroll 1
+        for (int row = 0; row < rows; row += AHEAD) {
+            u32 v[AHEAD][4];
+            look(v, x, stride, row, first);
+            int count = min_(AHEAD, rows - row);
+#pragma unroll 1
+            for (int i = 0; i < count; ++i) {
+                u32 w[4];
 #pragma unroll
-                    for (int w = 0; w < 4; ++w) to.at(m, j, h, w) = v[w];
-                }
+                for (int q = 0; q < 4; ++q) w[q] = i == 0 ? v[0][q] : i == 1 ? v[1][q] : i == 2 ? v[2][q] : v[3][q];
+                int r = row + i;
+                change(r, w);
+                *(uint4*)(stage + lane * 4) = make_uint4(w[0], w[1], w[2], w[3]);
+                __syncwarp();
+                if (lane / 4 == r % 8)
+#pragma unroll
+                    for (int j = 0; j < PARTS; ++j) {
+                        uint4 q = *(const uint4*)(stage + j * 16 + lane % 4 * 4);
+#pragma unroll
+                        for (int o = 0; o < TILES * 2; ++o)
+                            if (same(r / 8, o)) {
+                                a[o / 2][j][0][o % 2] = q.x;
+                                a[o / 2][j][0][2 + o % 2] = q.y;
+                                a[o / 2][j][1][o % 2] = q.z;
+                                a[o / 2][j][1][2 + o % 2] = q.w;
+                            }
+                    }
+                __syncwarp();
             }
-    }
-    __device__ __forceinline__ void fetch_term(Fragment& to, const Instr& I, int t) {
-        if (I.kind == DOWN && t < S.chosen)
-            fetch(to, I.x, I.x_stride, [&](int row) { return S.slot[t][row] == 255 ? -1 : S.slot[t][row] * I.slot_stride; });
-        else if (I.kind == DOWN)
-            fetch(to, I.x2, I.x2_stride, [](int) { return 0; });
-        else
-            fetch(to, I.x, I.x_stride, [&](int) { return t * SLAB; });
+        }
     }
 
-    // Sum of squares of one row over four parts (128 columns), the same in the four lanes of a row.
-    __device__ __forceinline__ float squares(int m, int h, int from) {
+    static __device__ __forceinline__ float squares(const u32* v) {
         float sum = 0.f;
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (int w = 0; w < 4; ++w) {
-                float p = lower(a.at(m, from + j, h, w)), q = upper(a.at(m, from + j, h, w));
-                sum += p * p;
-                sum += q * q;
-            }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        for (int i = 0; i < 4; ++i) {
+            float p = lower(v[i]), q = upper(v[i]);
+            sum += p * p;
+            sum += q * q;
+        }
         return sum;
     }
 
-    __device__ void rms(const Instr& I) {
+    __device__ __forceinline__ void rms(const Instr& I) {
         int blocks = blocks_of(I.k);
+        const float4* w = (const float4*)(I.norm + block * BLOCK + lane * 8);
+        float4 low = make_float4(0, 0, 0, 0), high = low;
+        if (lane * 8 < parts * 32) low = __ldg(w), high = __ldg(w + 1);
+#pragma unroll 1
+        for (int row = 0; row < rows; row += AHEAD) {
+            u32 v[AHEAD][4];
+            look(v, I.x, I.x_stride, row, [](int) { return 0; });
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
+            for (int i = 0; i < AHEAD; ++i) {
+                float sum = squares(v[i]);
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float sum = squares(m, h, 0) + squares(m, h, 4);
-                if (warp < blocks && lane % 4 == 0) S.stat[warp][m * 16 + h * 8 + lane / 4] = sum;
+                for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                if (team == 0 && lane == 0 && row + i < rows) S.stat[warp][row + i] = sum;
             }
-        multipliers_sync();
-        float scale[TILES][2];
-#pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float sum = 0.f;
-#pragma unroll
-                for (int b = 0; b < WARPS; ++b)
-                    if (b < blocks) sum += S.stat[b][m * 16 + h * 8 + lane / 4];
-                scale[m][h] = rsqrtf(sum / (float)I.k + I.eps);
-            }
-#pragma unroll
-        for (int j = 0; j < PARTS; ++j) {
-            if (j >= parts) break;
-            const float4* w = (const float4*)(I.norm + column + j * 32);
-            float4 low = __ldg(w), high = __ldg(w + 1);
-            float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-            for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        u32& x = a.at(m, j, h, i);
-                        x = pair(lower(x) * scale[m][h] * v[2 * i], upper(x) * scale[m][h] * v[2 * i + 1]);
-                    }
         }
+        multipliers_sync();
+        fetch(I.x, I.x_stride, [](int) { return 0; }, [&](int row, u32* v) {
+            float sum = 0.f;
+#pragma unroll 1
+            for (int b = 0; b < blocks; ++b) sum += S.stat[b][row];
+            float scale = rsqrtf(sum / (float)I.k + I.eps);
+            v[0] = pair(lower(v[0]) * scale * low.x, upper(v[0]) * scale * low.y);
+            v[1] = pair(lower(v[1]) * scale * low.z, upper(v[1]) * scale * low.w);
+            v[2] = pair(lower(v[2]) * scale * high.x, upper(v[2]) * scale * high.y);
+            v[3] = pair(lower(v[3]) * scale * high.z, upper(v[3]) * scale * high.w);
+        });
         multipliers_sync();  // the sums may be written again
     }
 
-    // x normed in blocks of HEAD columns, times sigmoid of the gate at column `first`.
-    __device__ __forceinline__ void gated(const Instr& I, int first) {
+    __device__ __forceinline__ void fetch_term(const Instr& I, int t) {
+        if (I.kind == DOWN) {
+            bool routed = t < S.chosen;
+            fetch(routed ? I.x : I.x2, routed ? I.x_stride : I.x2_stride, [&](int row) {
+                int at = routed ? S.slot[t][row] : 0;
+                return at == 255 ? -1 : at * I.slot_stride;
+            }, [](int, u32*) {});
+            return;
+        }
+        bool gates = I.prologue == GATED;
+        float4 low = make_float4(0, 0, 0, 0), high = low;
+        if (gates) low = __ldg((const float4*)(I.norm + lane % 16 * 8)), high = __ldg((const float4*)(I.norm + lane % 16 * 8) + 1);
+        fetch(I.x, I.x_stride, [&](int) { return t * SLAB; }, [&](int row, u32* v) {
+            if (!gates) return;
+            u32 g[4] = {0, 0, 0, 0};
+            if (lane * 8 < parts * 32) load16(g, I.gate + (i64)row * I.gate_stride + t * SLAB + block * BLOCK + lane * 8);
+            float sum = squares(v);  // over HEAD columns: 16 lanes
+#pragma unroll
+            for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+            float scale = rsqrtf(sum / (float)HEAD + I.eps);
+            v[0] = pair(lower(v[0]) * scale * low.x * sigmoid(lower(g[0])), upper(v[0]) * scale * low.y * sigmoid(upper(g[0])));
+            v[1] = pair(lower(v[1]) * scale * low.z * sigmoid(lower(g[1])), upper(v[1]) * scale * low.w * sigmoid(upper(g[1])));
+            v[2] = pair(lower(v[2]) * scale * high.x * sigmoid(lower(g[2])), upper(v[2]) * scale * high.y * sigmoid(upper(g[2])));
+            v[3] = pair(lower(v[3]) * scale * high.z * sigmoid(lower(g[3])), upper(v[3]) * scale * high.w * sigmoid(upper(g[3])));
+        });
+    }
+
+    __device__ __forceinline__ void group(int g, const u8* from) {
+        uint4 b[PARTS];
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) {
+            int k = j ^ odd;
+            b[j] = make_uint4(0, 0, 0, 0);
+            if (k < parts) b[j] = *(const uint4*)(from + k * 64);
+        }
+        float c[2][TILES][4];
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) c[0][m][i] = c[1][m][i] = 0.f;
+#pragma unroll
+        for (int j = 0; j < PARTS; j += 2) {
+            uint4 even = odd ? b[j + 1] : b[j], other = odd ? b[j] : b[j + 1];
+#pragma unroll
+            for (int m = 0; m < TILES; ++m) {
+                product(c[0][m], a[m][j][0], even.x, even.y);
+                product(c[1][m], a[m][j + 1][0], other.x, other.y);
+                product(c[0][m], a[m][j][1], even.z, even.w);
+                product(c[1][m], a[m][j + 1][1], other.z, other.w);
+            }
+        }
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
                 int row = m * 16 + h * 8 + lane / 4;
-                const u16* gate = I.gate + (i64)row * I.gate_stride + first + column;
-                float scale[2] = {rsqrtf(squares(m, h, 0) / (float)HEAD + I.eps), rsqrtf(squares(m, h, 4) / (float)HEAD + I.eps)};
-#pragma unroll
-                for (int j = 0; j < PARTS; ++j) {
-                    u32 g[4] = {0, 0, 0, 0};
-                    if (row < rows && j < parts) load16(g, gate + j * 32);
-                    const float4* w = (const float4*)(I.norm + (column + j * 32) % HEAD);
-                    float4 low = __ldg(w), high = __ldg(w + 1);
-                    float v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        u32& x = a.at(m, j, h, i);
-                        x = pair(lower(x) * scale[j / 4] * v[2 * i] * sigmoid(lower(g[i])),
-                                 upper(x) * scale[j / 4] * v[2 * i + 1] * sigmoid(upper(g[i])));
-                    }
-                }
+                if (row < rows)
+                    *(float2*)&S.partial[buffer][g][row][lane % 4 * 2] =
+                        make_float2(c[0][m][h * 2] + c[1][m][h * 2], c[0][m][h * 2 + 1] + c[1][m][h * 2 + 1]);
             }
     }
 
-    __device__ __forceinline__ void piece(int count) {
-        mbar_wait(&S.full[slot], full);
-        // also a warp without a part in this piece, or it would be counted for the next use of the buffer
-        mbar_wait(&S.free[buffer], free ^ 1);
-        if (group < count) {
-            float c[TILES][4];
-#pragma unroll
-            for (int m = 0; m < TILES; ++m) c[m][0] = c[m][1] = c[m][2] = c[m][3] = 0.f;
-            u32 from = smem(ring + slot * SLOT) + offset;
-#pragma unroll
-            for (int j = 0; j < PARTS; j += 2) {
-                u32 b[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    int k = j + (i ^ odd);
-                    if (k < parts)
-                        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(b[i][0]), "=r"(b[i][1]), "=r"(b[i][2]), "=r"(b[i][3]) : "r"(from + k * 64));
-                }
-#pragma unroll
-                for (int q = 0; q < 4; ++q) {
-                    u32 v = odd ? b[1][q] : b[0][q];
-                    b[1][q] = odd ? b[0][q] : b[1][q];
-                    b[0][q] = v;
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-#pragma unroll
-                    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                        for (int half = 0; half < 2; ++half) {
-                            const u32* x = a.v[m][j + i][half];
-                            product(c[m], x[0], x[1], x[2], x[3], b[i][half * 2], b[i][half * 2 + 1]);
-                        }
-            }
-#pragma unroll
-            for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    int row = m * 16 + h * 8 + lane / 4;
-                    if (row < rows) *(float2*)&S.partial[buffer][warp][row][lane % 4 * 2] = make_float2(c[m][h * 2], c[m][h * 2 + 1]);
-                }
-        }
-        __syncwarp();
-        if (lane == 0) {
-            mbar_arrive(&S.empty[slot]);
-            mbar_arrive(&S.ready[buffer]);
-        }
-        if (++slot == SLOTS) slot = 0, full ^= 1;
-        if (++buffer == BUFFERS) buffer = 0, free ^= 1;
-    }
-
-    __device__ void multiply(const Instr& I) {
-        int terms = I.kind == UP ? 1 : terms_of(I, S);
-        Fragment next;
+    __device__ __forceinline__ void multiply(const Instr& I) {
         if (I.prologue == RMS) {  // all warps, also of a block without a piece, because they wait for each other
             lie(I.k);
-            fetch(a, I.x, I.x_stride, [](int) { return 0; });
             rms(I);
         }
-        walk(I, S, [&](const Piece& p) {
-            if (p.opens) {
-                int t = p.term;
-                lie(p.width);
-                if (I.prologue == PLAIN || I.prologue == GATED) {
-                    if (TILES > 1 || t == 0) fetch_term(a, I, t);
-                    else a = next;
-                    if (I.prologue == GATED) gated(I, t * SLAB);
-                    if (TILES == 1 && t + 1 < terms) {  // underway while this term's pieces are multiplied
-                        Term after = term_of(I, S, t + 1);
-                        if (after.width != p.width) lie(after.width);
-                        fetch_term(next, I, t + 1);
-                        if (after.width != p.width) lie(p.width);
-                    }
+        bool loads = I.prologue == PLAIN || I.prologue == GATED, one = I.kind == UP;
+        int have = -1;
+        Walk walk(I, S);
+        for (Piece p; walk.next(p);) {
+            lie(p.width);
+            if (p.turn % teams == team) {
+                if (loads && have != (one ? 0 : p.term)) fetch_term(I, have = one ? 0 : p.term);
+                // First the buffer, then the slot: pieces up to piece - BUFFERS were here, so the slot's arrival before
+                // this one is past, and the parity can only mean this piece.
+                while (S.reduced < piece - BUFFERS + 1) {}
+                asm volatile("" ::: "memory");
+                mbar_wait(&S.full[slot], full);
+                int blocks = blocks_of(width);
+                const u8* from = ring + slot * SLOT + offset;
+                for (int g = 0; g < p.count; ++g, from += width * 16) group(g * blocks + block, from);
+                if (blocks > 1) asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "r"(blocks * 32) : "memory");
+                else __syncwarp();
+                if (block == 0 && lane == 0) {
+                    mbar_arrive(&S.empty[slot]);
+                    mbar_arrive(&S.ready[buffer]);
                 }
             }
-            piece(p.count);
-        });
+            ++piece;
+            if (++slot == SLOTS) slot = 0, full ^= 1;
+            if (++buffer == BUFFERS) buffer = 0;
+        }
     }
 };
 
@@ -693,8 +720,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
     for (int i = threadIdx.x; i < count * (int)(sizeof(Instr) / 8); i += blockDim.x)
         ((u64*)S.list)[i] = __ldg((const u64*)list + i);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; ++i) mbar_init(&S.full[i], 1), mbar_init(&S.empty[i], WARPS);
-        for (int i = 0; i < BUFFERS; ++i) mbar_init(&S.ready[i], WARPS), mbar_init(&S.free[i], 1);
+        for (int i = 0; i < SLOTS; ++i) mbar_init(&S.full[i], 1), mbar_init(&S.empty[i], 1);
+        for (int i = 0; i < BUFFERS; ++i) mbar_init(&S.ready[i], 1);
+        S.reduced = 0;
         mbar_init(&S.tables, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -710,12 +738,12 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
     if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
     if (rows <= 0) return;
     if (warp == WARPS) {
-        Reducer reducer{S, lane, rows, 0, 0};
+        Reducer reducer{S, lane, rows, 0, 0, 0};
         reducer.run(count);
         return;
     }
     Multiplier m{S, memory, counter};
-    m.warp = warp, m.lane = lane, m.rows = rows, m.slot = m.buffer = 0, m.full = m.free = 0;
+    m.warp = warp, m.lane = lane, m.rows = rows, m.piece = m.slot = m.buffer = m.width = 0, m.full = 0;
     if (threadIdx.x == 0) {
         u64 seen;
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");

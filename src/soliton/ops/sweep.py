@@ -22,7 +22,7 @@ from .weight import Weight
 PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN = range(5)
 PLAIN, RMS, GATED, KEEP = range(4)
 STORE, STORE_FLOAT, ADD, SWIGLU = range(4)
-WARPS, BUFFERS, BLOCK, HEAD, LIST, GROUPS, TOPK = 10, 3, 256, 128, 16, 8, 8
+WARPS, BUFFERS, BLOCK, HEAD, LIST, GROUPS, TOPK = 10, 2, 256, 128, 16, 4, 8
 SLAB = WARPS * BLOCK
 _SLOT = 8 * SLAB * 2
 _POINTERS = ("w", "x", "out", "norm", "gate", "w2", "x2", "ids", "weights", "bias", "logits")
@@ -96,6 +96,8 @@ class Sweep:
         device = self.instructions[0].reads[0].device
         grid, start, parts = _processors(device), 0, []
         for item in self.instructions:
+            several = item.kind == DOWN or (item.kind == PRODUCT and item.fields["k"] > SLAB)
+            assert not several or item.fields["n"] <= GROUPS * 8 * grid, "too many groups to sum over terms"
             parts.append(item.packed(start))
             if item.kind == PRODUCT:  # the next one begins where this one's last share ended
                 start = (start - item.fields["n"] // 8) % grid
@@ -145,9 +147,9 @@ def _counter(device: torch.device) -> Tensor:
 
 @functools.cache
 def _kernel(device: torch.device, tiles: int) -> Kernel:
-    slots, rows = 6 - tiles, tiles * 16
+    slots, rows = (5 if tiles == 1 else 3), tiles * 16
     # what sweep.cu's Shared takes, rounded up; the kernel traps when it is too little
-    sums = BUFFERS * WARPS * rows * 32 + GROUPS * rows * 32 + WARPS * rows * 4
+    sums = BUFFERS * WARPS * rows * 32 + GROUPS * rows * 32 + WARPS * rows * 4 + WARPS * BLOCK * 2
     after = sums + rows * TOPK * (8 + 2 + rows) + LIST * 192 + 512
     defines = {"SOLITON_TILES": tiles, "SOLITON_SLOTS": slots}
     return Kernel("sweep.cu", "soliton_sweep", defines=defines, shared=slots * _SLOT + after, device=device)
