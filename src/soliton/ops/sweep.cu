@@ -24,7 +24,7 @@ constexpr int SLOTS = SOLITON_SLOTS;
 constexpr int WARPS = 10, BLOCK = 256, PARTS = BLOCK / 32, HEAD = 128, SLAB = WARPS * BLOCK;
 constexpr int MULTIPLIERS = WARPS * 32;
 constexpr int BUFFERS = 2;  // of partial sums; fewer than SLOTS
-constexpr int AHEAD = 4;    // rows of activations on their way at once
+constexpr int AHEAD = 2;    // rows of activations on their way at once
 constexpr int ROWS = TILES * 16;
 constexpr int SLOT = 8 * SLAB * 2;
 constexpr int GROUPS = 4;  // most groups that one block sums over several terms
@@ -429,28 +429,27 @@ __device__ __noinline__ void choose(const Instr& I, Shared& S, int row, int lane
     }
 }
 
+// Fills the tables: the rows' choices, the distinct experts in ascending order, and each one's slot in each row.
 __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
-    int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-    if (I.kind == ROUTE) {
-        for (int row = warp; row < rows; row += WARPS) {
-            if (I.experts <= 128) choose<4>(I, S, row, lane);
-            else if (I.experts <= 256) choose<8>(I, S, row, lane);
-            else choose<16>(I, S, row, lane);
-        }
-    } else {
-        for (int i = tid; i < rows * I.topk; i += MULTIPLIERS) {
-            S.id[i / I.topk][i % I.topk] = (int)load_whole(I.ids + i);
-            S.weight[i / I.topk][i % I.topk] = load_float(I.weights + i);
-        }
-    }
-    if (tid < 32) S.bits[tid] = 0;
-    multipliers_sync();
-    for (int i = tid; i < rows * I.topk; i += MULTIPLIERS) {
-        int e = S.id[i / I.topk][i % I.topk];
-        atomicOr(&S.bits[e / 32], 1u << (e % 32));
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int row = warp; row < rows; row += WARPS) {
+        if (I.kind == LOAD_ROUTE) {
+            if (lane < I.topk) {
+                S.id[row][lane] = (int)load_whole(I.ids + row * I.topk + lane);
+                S.weight[row][lane] = load_float(I.weights + row * I.topk + lane);
+            }
+        } else if (I.experts <= 128) choose<4>(I, S, row, lane);
+        else if (I.experts <= 256) choose<8>(I, S, row, lane);
+        else choose<16>(I, S, row, lane);
     }
     multipliers_sync();
-    if (warp == 0) {  // distinct experts, ascending
+    if (warp == 0) {
+        S.bits[lane] = 0;
+        __syncwarp();
+#pragma unroll 1
+        for (int row = lane / TOPK; row < rows; row += 32 / TOPK)
+            if (lane % TOPK < I.topk) atomicOr(&S.bits[S.id[row][lane % TOPK] / 32], 1u << (S.id[row][lane % TOPK] % 32));
+        __syncwarp();
         u32 mine = S.bits[lane];
         int count = __popc(mine), before = count;
         for (int step = 1; step < 32; step *= 2) {
@@ -458,20 +457,51 @@ __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
             if (lane >= step) before += other;
         }
         if (lane == 31) S.chosen = before;
+#pragma unroll 1
         for (before -= count; mine; mine &= mine - 1) S.expert[before++] = (u16)(lane * 32 + __ffs(mine) - 1);
     }
     multipliers_sync();
-    for (int i = tid; i < S.chosen * rows; i += MULTIPLIERS) {
-        int u = i / rows, row = i % rows, slot = 255;
-        for (int s = 0; s < I.topk; ++s)
-            if (S.id[row][s] == S.expert[u]) slot = s;
-        S.slot[u][row] = (u8)slot;
-    }
-    both_sync();  // the reducers read the tables too
-    if (tid == 0) mbar_arrive(&S.tables);
+    if (lane < rows)
+#pragma unroll 1
+        for (int u = warp; u < S.chosen; u += WARPS) {
+            int slot = 255, expert = S.expert[u];
+#pragma unroll 1
+            for (int s = 0; s < I.topk; ++s)
+                if (S.id[lane][s] == expert) slot = s;
+            S.slot[u][lane] = (u8)slot;
+        }
+    both_sync();  // the reducer reads the tables too
+    if (threadIdx.x == 0) mbar_arrive(&S.tables);
 }
 
 // ---- multipliers ---------------------------------------------------------------------------------------------------
+
+// How the warps share pieces of some width.
+struct Lie {
+    int width, blocks, teams, team, block, parts;  // parts: 32-column parts of this warp's block
+
+    __device__ __forceinline__ void set(int columns, int warp) {
+        if (columns == width) return;
+        width = columns;
+        blocks = blocks_of(columns);
+        teams = WARPS / blocks;
+        team = warp / blocks;
+        block = warp - team * blocks;
+        parts = min_(PARTS, (columns - block * BLOCK) / 32);
+    }
+};
+
+// Where the rows of one term's activations begin, and those of their gates.
+struct Source {
+    const u16 *x, *gate;
+    int stride, gate_stride, slot_stride;
+    const u8* slot;  // of each row among its chosen experts' activations; null: rows of x themselves
+};
+
+// Columns lane * 8 .. + 7 of the warp's block, of AHEAD rows, as they were loaded.
+struct Raw {
+    u32 x[AHEAD][4], gate[AHEAD][4];
+};
 
 struct Multiplier {
     Shared& S;
@@ -481,9 +511,6 @@ struct Multiplier {
     int warp, lane, rows;
     int piece, slot, buffer;  // number of the next piece; where it lies, where its sums go
     u32 full;                 // parity of its arrival
-    int width, teams, team, block;  // how the warps lie in pieces of this width
-    int parts, odd;                 // of the block: its 32-column parts
-    u32 offset;                     // of the lane in a group of 8 rows
     // The block of activations as the product takes it: [16-row tile][32 columns][first or second product][a0 a1 a2 a3].
     // A lane holds columns 32 j + 8 c .. + 7 (c = lane % 4) of rows lane / 4 and lane / 4 + 8.
     u32 a[TILES][PARTS][2][4];
@@ -501,37 +528,65 @@ struct Multiplier {
         multipliers_sync();
     }
 
-    // How the warps share pieces of `columns` columns.
-    __device__ __forceinline__ void lie(int columns) {
-        if (columns == width) return;
-        width = columns;
-        int blocks = blocks_of(columns);
-        teams = WARPS / blocks;
-        team = warp / blocks;
-        block = warp - team * blocks;
-        parts = min_(PARTS, (columns - block * BLOCK) / 32);
-        // Rows of whole 128 bytes: an odd row takes its 64-byte halves in the other order, or it would meet the even row
-        // before it in the same banks.
-        odd = columns % 64 == 0 ? lane / 4 & 1 : 0;
-        offset = lane / 4 * columns * 2 + block * BLOCK * 2 + lane % 4 * 16;
+    __device__ __forceinline__ Source source(const Instr& I, int t) {
+        if (I.kind == DOWN && t < S.chosen) return {I.x, nullptr, I.x_stride, 0, I.slot_stride, S.slot[t]};
+        if (I.kind == DOWN) return {I.x2, nullptr, I.x2_stride, 0, 0, nullptr};
+        int first = I.kind == UP ? 0 : t * SLAB;
+        return {I.x + first, I.prologue == GATED ? I.gate + first : nullptr, I.x_stride, I.gate_stride, 0, nullptr};
     }
 
-    // Columns lane * 8 .. + 7 of the warp's block of AHEAD rows from `row` on; zeros where there is nothing.
-    template <class First>
-    __device__ __forceinline__ void look(u32 (&v)[AHEAD][4], const u16* x, int stride, int row, First first) {
+    __device__ __forceinline__ void look(Raw& raw, const Source& s, const Lie& lie, int row) {
+        int column = lie.block * BLOCK + lane * 8;
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) {
-            v[i][0] = v[i][1] = v[i][2] = v[i][3] = 0;
-            int from = row + i < rows && lane * 8 < parts * 32 ? first(row + i) : -1;
-            if (from >= 0) load16(v[i], x + (i64)(row + i) * stride + from + block * BLOCK + lane * 8);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) raw.x[i][q] = raw.gate[i][q] = 0;
+            int r = row + i, at = 0;
+            if (r < rows && lane * 8 < lie.parts * 32) {
+                if (s.slot != nullptr) at = s.slot[r] == 255 ? -1 : s.slot[r] * s.slot_stride;
+                if (at >= 0) load16(raw.x[i], s.x + (i64)r * s.stride + at + column);
+                if (s.gate != nullptr) load16(raw.gate[i], s.gate + (i64)r * s.gate_stride + column);
+            }
         }
     }
 
-    // The warp's block of rows of x, row by row through a stage in shared memory, because a lane's own columns lie apart.
-    // first(row): where the row's columns begin in it, -1 for a row of zeros; change(row, v): applied to 8 neighbouring
-    // columns, lane * 8 on, before they are laid out. Rolled loops: this code runs once between two barriers, cold.
-    template <class First, class Change>
-    __device__ __forceinline__ void fetch(const u16* x, int stride, First first, Change change) {
+    static __device__ __forceinline__ float squares(const u32 (&v)[4]) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float p = lower(v[i]), q = upper(v[i]);
+            sum += p * p;
+            sum += q * q;
+        }
+        return sum;
+    }
+
+    // The warp's block of the term's rows into `a`, row by row through a stage in shared memory, because a lane's own
+    // columns lie apart; normed on the way. raw: its first rows, looked at before. Rolled loops: between two barriers this
+    // code runs once, cold.
+    __device__ __forceinline__ void fetch(const Instr& I, const Source& s, const Lie& lie, Raw& raw) {
+        bool rms = I.prologue == RMS, gated = I.prologue == GATED;
+        float w[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if ((rms || gated) && lane * 8 < lie.parts * 32) {
+            const float4* from = (const float4*)(I.norm + (rms ? lie.block * BLOCK + lane * 8 : lane % 16 * 8));
+            float4 low = __ldg(from), high = __ldg(from + 1);
+            w[0] = low.x, w[1] = low.y, w[2] = low.z, w[3] = low.w, w[4] = high.x, w[5] = high.y, w[6] = high.z, w[7] = high.w;
+        }
+        if (rms) {
+            Raw other = raw;
+#pragma unroll 1
+            for (int row = 0; row < rows; row += AHEAD) {
+                if (row) look(other, s, lie, row);
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) {
+                    float sum = squares(other.x[i]);
+#pragma unroll
+                    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                    if (lie.team == 0 && lane == 0 && row + i < rows) S.stat[warp][row + i] = sum;
+                }
+            }
+            multipliers_sync();
+        }
 #pragma unroll
         for (int m = 0; m < TILES; ++m)
 #pragma unroll
@@ -541,17 +596,33 @@ struct Multiplier {
         u32* stage = S.stage[warp];
 #pragma unroll 1
         for (int row = 0; row < rows; row += AHEAD) {
-            u32 v[AHEAD][4];
-            look(v, x, stride, row, first);
+            if (row) look(raw, s, lie, row);
             int count = min_(AHEAD, rows - row);
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
-                u32 w[4];
+                u32 v[4], g[4];
 #pragma unroll
-                for (int q = 0; q < 4; ++q) w[q] = i == 0 ? v[0][q] : i == 1 ? v[1][q] : i == 2 ? v[2][q] : v[3][q];
+                for (int q = 0; q < 4; ++q) v[q] = i ? raw.x[1][q] : raw.x[0][q], g[q] = i ? raw.gate[1][q] : raw.gate[0][q];
                 int r = row + i;
-                change(r, w);
-                *(uint4*)(stage + lane * 4) = make_uint4(w[0], w[1], w[2], w[3]);
+                if (rms || gated) {
+                    float sum = 0.f;
+                    if (rms) {
+#pragma unroll 1
+                        for (int b = 0; b < lie.blocks; ++b) sum += S.stat[b][r];
+                    } else {
+                        sum = squares(v);  // over HEAD columns: 16 lanes
+#pragma unroll
+                        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+                    }
+                    float scale = rsqrtf(sum / (float)(rms ? I.k : HEAD) + I.eps);
+#pragma unroll
+                    for (int q = 0; q < 4; ++q) {
+                        float low = lower(v[q]) * scale * w[2 * q], high = upper(v[q]) * scale * w[2 * q + 1];
+                        if (gated) low *= sigmoid(lower(g[q])), high *= sigmoid(upper(g[q]));
+                        v[q] = pair(low, high);
+                    }
+                }
+                *(uint4*)(stage + lane * 4) = make_uint4(v[0], v[1], v[2], v[3]);
                 __syncwarp();
                 if (lane / 4 == r % 8)
 #pragma unroll
@@ -569,78 +640,10 @@ struct Multiplier {
                 __syncwarp();
             }
         }
+        if (rms) multipliers_sync();  // the sums may be written again
     }
 
-    static __device__ __forceinline__ float squares(const u32* v) {
-        float sum = 0.f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float p = lower(v[i]), q = upper(v[i]);
-            sum += p * p;
-            sum += q * q;
-        }
-        return sum;
-    }
-
-    __device__ __forceinline__ void rms(const Instr& I) {
-        int blocks = blocks_of(I.k);
-        const float4* w = (const float4*)(I.norm + block * BLOCK + lane * 8);
-        float4 low = make_float4(0, 0, 0, 0), high = low;
-        if (lane * 8 < parts * 32) low = __ldg(w), high = __ldg(w + 1);
-#pragma unroll 1
-        for (int row = 0; row < rows; row += AHEAD) {
-            u32 v[AHEAD][4];
-            look(v, I.x, I.x_stride, row, [](int) { return 0; });
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                float sum = squares(v[i]);
-#pragma unroll
-                for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-                if (team == 0 && lane == 0 && row + i < rows) S.stat[warp][row + i] = sum;
-            }
-        }
-        multipliers_sync();
-        fetch(I.x, I.x_stride, [](int) { return 0; }, [&](int row, u32* v) {
-            float sum = 0.f;
-#pragma unroll 1
-            for (int b = 0; b < blocks; ++b) sum += S.stat[b][row];
-            float scale = rsqrtf(sum / (float)I.k + I.eps);
-            v[0] = pair(lower(v[0]) * scale * low.x, upper(v[0]) * scale * low.y);
-            v[1] = pair(lower(v[1]) * scale * low.z, upper(v[1]) * scale * low.w);
-            v[2] = pair(lower(v[2]) * scale * high.x, upper(v[2]) * scale * high.y);
-            v[3] = pair(lower(v[3]) * scale * high.z, upper(v[3]) * scale * high.w);
-        });
-        multipliers_sync();  // the sums may be written again
-    }
-
-    __device__ __forceinline__ void fetch_term(const Instr& I, int t) {
-        if (I.kind == DOWN) {
-            bool routed = t < S.chosen;
-            fetch(routed ? I.x : I.x2, routed ? I.x_stride : I.x2_stride, [&](int row) {
-                int at = routed ? S.slot[t][row] : 0;
-                return at == 255 ? -1 : at * I.slot_stride;
-            }, [](int, u32*) {});
-            return;
-        }
-        bool gates = I.prologue == GATED;
-        float4 low = make_float4(0, 0, 0, 0), high = low;
-        if (gates) low = __ldg((const float4*)(I.norm + lane % 16 * 8)), high = __ldg((const float4*)(I.norm + lane % 16 * 8) + 1);
-        fetch(I.x, I.x_stride, [&](int) { return t * SLAB; }, [&](int row, u32* v) {
-            if (!gates) return;
-            u32 g[4] = {0, 0, 0, 0};
-            if (lane * 8 < parts * 32) load16(g, I.gate + (i64)row * I.gate_stride + t * SLAB + block * BLOCK + lane * 8);
-            float sum = squares(v);  // over HEAD columns: 16 lanes
-#pragma unroll
-            for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-            float scale = rsqrtf(sum / (float)HEAD + I.eps);
-            v[0] = pair(lower(v[0]) * scale * low.x * sigmoid(lower(g[0])), upper(v[0]) * scale * low.y * sigmoid(upper(g[0])));
-            v[1] = pair(lower(v[1]) * scale * low.z * sigmoid(lower(g[1])), upper(v[1]) * scale * low.w * sigmoid(upper(g[1])));
-            v[2] = pair(lower(v[2]) * scale * high.x * sigmoid(lower(g[2])), upper(v[2]) * scale * high.y * sigmoid(upper(g[2])));
-            v[3] = pair(lower(v[3]) * scale * high.z * sigmoid(lower(g[3])), upper(v[3]) * scale * high.w * sigmoid(upper(g[3])));
-        });
-    }
-
-    __device__ __forceinline__ void group(int g, const u8* from) {
+    __device__ __forceinline__ void group(int g, const u8* from, int parts, int odd) {
         uint4 b[PARTS];
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) {
@@ -675,29 +678,49 @@ struct Multiplier {
             }
     }
 
-    __device__ __forceinline__ void multiply(const Instr& I) {
-        if (I.prologue == RMS) {  // all warps, also of a block without a piece, because they wait for each other
-            lie(I.k);
-            rms(I);
-        }
-        bool loads = I.prologue == PLAIN || I.prologue == GATED, one = I.kind == UP;
-        int have = -1;
+    __device__ __forceinline__ void multiply(const Instr& I, Lie& lie) {
         Walk walk(I, S);
-        for (Piece p; walk.next(p);) {
-            lie(p.width);
-            if (p.turn % teams == team) {
-                if (loads && have != (one ? 0 : p.term)) fetch_term(I, have = one ? 0 : p.term);
+        bool rms = I.prologue == RMS, keeps = I.prologue == KEEP || rms, sums = I.kind != UP && walk.terms > 1;
+        int have = keeps ? 0 : -1, ahead = -1;  // the term in `a`, the term in `raw`
+        bool first = rms;  // a norm over the whole row is made by all warps together, also in a block without a piece
+        Raw raw;
+        Piece p;
+        p.width = I.k, p.term = 0;
+        for (;;) {
+            if (!first && !walk.next(p)) break;
+            lie.set(p.width, warp);
+            int term = sums ? p.term : 0;
+            bool own = !first && p.turn % lie.teams == lie.team;
+            if (first || (own && have != term)) {
+                Source s = source(I, term);
+                if (ahead != term) look(raw, s, lie, 0);
+                fetch(I, s, lie, raw);
+                have = term;
+                int after = term + lie.teams;
+                if (sums && after < walk.terms) {  // underway while this term's pieces are multiplied
+                    Lie then = lie;
+                    then.set(term_of(I, S, after).width, warp);
+                    if (then.teams == lie.teams) look(raw, source(I, after), then, 0), ahead = after;
+                }
+            }
+            if (first) {
+                first = false;
+                continue;
+            }
+            if (own) {
                 // First the buffer, then the slot: pieces up to piece - BUFFERS were here, so the slot's arrival before
                 // this one is past, and the parity can only mean this piece.
                 while (S.reduced < piece - BUFFERS + 1) {}
                 asm volatile("" ::: "memory");
                 mbar_wait(&S.full[slot], full);
-                int blocks = blocks_of(width);
-                const u8* from = ring + slot * SLOT + offset;
-                for (int g = 0; g < p.count; ++g, from += width * 16) group(g * blocks + block, from);
-                if (blocks > 1) asm volatile("bar.sync %0, %1;" ::"r"(3 + team), "r"(blocks * 32) : "memory");
+                // Rows of whole 128 bytes: an odd row takes its 64-byte halves in the other order, or it would meet the
+                // even row before it in the same banks.
+                int odd = p.width % 64 == 0 ? lane / 4 & 1 : 0;
+                const u8* from = ring + slot * SLOT + lane / 4 * p.width * 2 + lie.block * BLOCK * 2 + lane % 4 * 16;
+                for (int g = 0; g < p.count; ++g, from += p.width * 16) group(g * lie.blocks + lie.block, from, lie.parts, odd);
+                if (lie.blocks > 1) asm volatile("bar.sync %0, %1;" ::"r"(3 + lie.team), "r"(lie.blocks * 32) : "memory");
                 else __syncwarp();
-                if (block == 0 && lane == 0) {
+                if (lie.block == 0 && lane == 0) {
                     mbar_arrive(&S.empty[slot]);
                     mbar_arrive(&S.ready[buffer]);
                 }
@@ -743,7 +766,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
         return;
     }
     Multiplier m{S, memory, counter};
-    m.warp = warp, m.lane = lane, m.rows = rows, m.piece = m.slot = m.buffer = m.width = 0, m.full = 0;
+    m.warp = warp, m.lane = lane, m.rows = rows, m.piece = m.slot = m.buffer = 0, m.full = 0;
+    Lie lie;
+    lie.width = 0;
     if (threadIdx.x == 0) {
         u64 seen;
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
@@ -753,6 +778,6 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
         const Instr& I = S.list[i];
         if (I.sync) m.grid_sync();
         if (I.kind == ROUTE || I.kind == LOAD_ROUTE) route(I, S, rows);
-        else m.multiply(I);
+        else m.multiply(I, lie);
     }
 }

@@ -6,8 +6,9 @@ CPU variant may.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,17 @@ class Mode:
 
 def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) -> None:
     """Positions, first token, live rows and rotations of the coming step, from the relay's length and flags."""
-    tape.do("refill", _refill, relay, turn, drafts)
+    if tape.fused:
+        r, kernels = relay, _kernels()
+        into = (r.tokens, r.positions, r.rows, r.turn)
+        tape.do("refill", kernels.refill, *into, r.anchor, r.length, r.drafted, r.stopped, turn, drafts)
+    else:
+        tape.do("refill", _refill, relay, turn, drafts)
+
+
+def _kernels() -> Any:
+    """The step's small parts as kernels; they import triton, which only a GPU's machine has."""
+    return importlib.import_module("soliton.ops.verdict_triton")
 
 
 def _refill(relay: Relay, turn: Tensor | None, drafts: int) -> None:
@@ -42,8 +53,6 @@ def _refill(relay: Relay, turn: Tensor | None, drafts: int) -> None:
     torch.add(torch.arange(count, device=relay.length.device), relay.length, out=relay.positions)
     relay.tokens[:1] = relay.anchor
     torch.add(relay.drafted * drafts, 1, out=relay.rows)
-    if relay.rows.device.type == "cuda":  # a frozen step has no rows: its kernels leave early
-        relay.rows.mul_(1 - relay.stopped)
     if turn is not None and relay.turn is not None:
         torch.index_select(turn, 0, relay.positions, out=relay.turn)
 
@@ -58,7 +67,31 @@ def record_forward(tape: Tape, w: ModelWeights, spec: ModelSpec, memory: Memory,
 
 def record_verdict(tape: Tape, relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
     """What is accepted, where the answer ends, what the next step starts from."""
-    tape.do("verdict", _verdict, relay, mode, vocab, drafts)
+    if tape.fused and not mode.sampled and not mode.processors:
+        r, kernels = relay, _kernels()
+        values = tape.new(r.tokens.shape[0], kernels.SPLITS, dtype=torch.float32)
+        indices = tape.new(r.tokens.shape[0], kernels.SPLITS, dtype=torch.int32)
+        state = (r.new_tokens, r.taken, r.reason, r.anchor, r.length, r.generated, r.stopped)
+        given = (r.tokens, r.rows, r.limit, r.stop_mask, vocab, ROLLING)
+        tape.do("verdict", kernels.greedy, values, indices, r.logits, *state, *given)
+    else:
+        tape.do("verdict", _verdict, relay, mode, vocab, drafts)
+
+
+def record_commit(tape: Tape, relay: Relay, boundary: Tensor) -> None:
+    """The boundary hidden of what is committed; states and windows are kda.commit's."""
+    commit = _kernels().commit_boundary if tape.fused else commit_boundary
+    tape.do("boundary", commit, boundary, relay.hidden, relay.taken)
+
+
+def record_publish(tape: Tape, relay: Relay) -> None:
+    """What leaves the step."""
+    if tape.fused:
+        r = relay
+        given = (r.new_tokens, r.taken, r.reason, r.length, r.rows, r.step)
+        tape.do("publish", _kernels().publish, r.ring_tokens, r.ring_meta, *given)
+    else:
+        tape.do("publish", publish, relay)
 
 
 def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:

@@ -80,9 +80,9 @@ def build(parts: Parts) -> dict[Mode, Program]:
     forward.finish(relay.rows)
     commit = parts.tape()
     commit.call("kda.commit", stream.states, stream.windows, relay.taken, stream.current)
-    commit.do("boundary", verify.commit_boundary, stream.boundary, relay.hidden, relay.taken)
+    verify.record_commit(commit, relay, stream.boundary)
     publish = parts.tape()
-    publish.do("publish", verify.publish, relay)
+    verify.record_publish(publish, relay)
 
     programs = {}
     for mode in MODES:
