@@ -57,10 +57,14 @@ class Cutter:
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return len(ids), text, False
 
-    def flush(self) -> str:
-        """The rest, when the answer ends otherwise: held text, and bytes that never became a character."""
-        rest, self._held = self._held, ""
-        return rest + (self._stream.flush() if self._stream is not None else "")
+    def flush(self) -> tuple[str, bool]:
+        """(the rest, whether a stop string is in it) when the answer ends otherwise: held text, and bytes that never
+        became a character."""
+        fresh = self._stream.flush() if self._stream is not None else ""
+        self._held += fresh
+        at = self._find(len(fresh))
+        rest, self._held = self._held if at is None else self._held[:at], ""
+        return rest, at is not None
 
     def _find(self, fresh: int) -> int | None:
         if self._count < self._least or not fresh:
@@ -117,7 +121,7 @@ class Answer:
             self._take(step)
             if aborted():
                 self._cut = True
-                yield Block(token_ids=(), text=cutter.flush(), logprobs=None, finish_reason="abort")
+                yield Block(token_ids=(), text=cutter.flush()[0], logprobs=None, finish_reason="abort")
                 return
             block = self._block(step, cutter)
             yield block
@@ -215,8 +219,9 @@ class Answer:
             reason, self._cut = "stop", True
         elif step.reason:
             self._ended = True
-            reason = "stop" if step.reason == STOPPED else "length"
-            text += cutter.flush()
+            rest, matched = cutter.flush()
+            text += rest
+            reason = "stop" if step.reason == STOPPED or matched else "length"
         self.emitted += kept
         self.accept_lengths.append(kept)
         if kept:

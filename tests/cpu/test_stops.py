@@ -330,14 +330,22 @@ class TestCutter:
                     if ended:
                         break
                 if not ended:
-                    text += cutter.flush()
+                    text += cutter.flush()[0]
                 assert (count, text) == (want or (14, tokenizer().decode(ids)))
                 assert ended == (want is not None)
+
+    def test_a_stop_string_that_only_the_end_spells(self) -> None:
+        """Half a character becomes U+FFFD when the answer ends there, and that may be what was asked for."""
+        half = h.nano_alphabet().index("Ã")
+        cutter = Cutter(tokenizer(), resolved(stop="\ufffd"))
+        assert cutter.push([half]) == (1, "", False) and cutter.flush() == ("", True)
+        answer = nano(3).generate(PROMPT, h.greedy(1, stop="\ufffd", logit_bias={half: 100}))
+        assert (answer.text, answer.finish_reason, answer.token_ids) == ("", "stop", [half])
 
     def test_without_a_tokenizer_there_is_no_text(self) -> None:
         cutter = Cutter(None, resolved())
         assert cutter.push([1, 2, 3]) == (3, "", False)
-        assert cutter.flush() == ""
+        assert cutter.flush() == ("", False)
 
 
 class TestPenaltiesAndScores:

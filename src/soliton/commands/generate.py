@@ -66,7 +66,8 @@ def _prompt(args: argparse.Namespace) -> Prompt:
     ways = "PROMPT, - (stdin), --prompt-file, --ids, --messages or --demo"
     if len(given) != 1:
         found = " and ".join("PROMPT" if name == "prompt" else "--" + name.replace("_", "-") for name in given)
-        raise ConfigError(f"give one prompt: {ways}; found {found or 'none'}")
+        taken = f" (MODEL is {args.model!r})" if "model" in args and not given else ""
+        raise ConfigError(f"give one prompt: {ways}; found {found or 'none'}{taken}")
     if args.demo:
         return DEMO_PROMPT
     if args.ids is not None:
