@@ -23,6 +23,7 @@ from soliton.errors import ConfigError, nearest
 ENV_PREFIX = "SOLITON_"
 # Variables with the prefix that are not settings, each with its sentence for docs/environment.md.
 OTHER_VARIABLES = {
+    "SOLITON_COMMIT": "The commit that a measurement names, where the source is no git clone.",
     "SOLITON_SHARED": "Tests: the directory that holds `conformance/`; `shared` beside the repository when unset.",
     "SOLITON_TEST_THREADS": "Tests: torch threads; 2 when unset.",
 }

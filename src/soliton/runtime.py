@@ -203,9 +203,14 @@ def _check_widths(spec: ModelSpec) -> None:
 
 
 def load_runtime(
-    config: EngineConfig, checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    verify: int | None = None,
 ) -> Runtime:
-    """Resolve, plan, then read weights and build the programs."""
+    """Resolve, plan, then read weights and build the programs. ``verify``: rows of a step that has no drafter, for
+    measuring; whoever sets it provides the tokens."""
     spec = checkpoint.spec
     SamplingParams().resolve(checkpoint.generation, vocab=spec.vocab)  # its defaults are refused now or never
     config, decisions = settle(config, checkpoint)
@@ -213,7 +218,9 @@ def load_runtime(
     choices = choose_ops(config, spec)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     drafts, kept = config.speculative_num_steps or 0, config.checkpoint_budget
-    rows = max(drafts + 1, 2)
+    assert verify is None or not drafts, "the drafter decides how many rows are verified"
+    verified = drafts if verify is None else verify - 1
+    rows = max(verified + 1, 2)
     assert config.max_context is not None and config.run_ahead is not None and isinstance(kept, int)
     if device.type == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)  # before the first product
@@ -240,6 +247,7 @@ def load_runtime(
         choices=choices,
         turn=turn,
         drafts=drafts,
+        verify=verified,
         device=device,
         dtype=dtype,
     )

@@ -88,7 +88,7 @@ def test_executors_agree(executor: str) -> None:
 def test_every_program_is_captured() -> None:
     runtime = gpu("pebble", speculation="nextn")._runtime
     assert runtime is not None
-    executor: Any = runtime.loop._executor
+    executor: Any = runtime.loop.executor
     assert executor.name == "graph" and set(executor._graphs) == {id(runtime.programs[m]) for m in MODES}
 
 

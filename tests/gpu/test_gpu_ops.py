@@ -163,6 +163,42 @@ def test_swiglu_bits_over_all_gates() -> None:
                 )
 
 
+def stacked_experts(
+    out: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    shared_up: Weight,
+    shared_down: Weight,
+    limit: float,
+    shared_limit: float,
+    rows: Tensor | None,
+) -> None:
+    """As ops.moe.grouped_reference, with torch's products, for stacks as sweeps read them: up [E, 2 I, H], gate and up
+    rows in turn; down [E, H, I]. The activations are rounded before the down product, sums over slots are float32."""
+    count, k = ids.shape
+    order = ids.flatten().sort(stable=True).indices
+    starts = torch.bincount(ids.flatten(), minlength=up.shape[0]).tolist()
+    by_slot = torch.empty(count * k, x.shape[1], dtype=x.dtype, device=x.device)
+    at = 0
+    for expert, size in enumerate(starts):
+        which = order[at : at + size]
+        at += size
+        if size:
+            both = x[which // k] @ up[expert].t()
+            act = both.new_empty(size, down.shape[2])
+            moe.swiglu_reference(act, both[:, 0::2], both[:, 1::2], limit)
+            by_slot[which] = act @ down[expert].t()
+    both = x @ shared_up.data
+    act = both.new_empty(count, shared_down.inputs)
+    moe.swiglu_reference(act, *moe.halves(both, shared_up, shared_down.inputs), shared_limit)
+    total = (act @ shared_down.data).float()[:, : x.shape[1]]
+    total += (by_slot.view(count, k, -1).float() * weights.unsqueeze(-1)).sum(1)
+    out.copy_(total)
+
+
 EXPERTS = [  # experts, k, groups, kept, hidden, width, shared
     (16, 4, 4, 2, 256, 32, 128),
     (32, 8, 8, 4, 256, 64, 64),
@@ -214,7 +250,7 @@ def test_experts(sizes: tuple[int, ...], limit: float) -> None:
     assert same.float().mean() > 0.9, "near ties may fall either way, most rows must agree"
     assert error(weights[same], want_weights[same]) < 1e-4
     delta = torch.zeros_like(x)
-    moe.stacked_experts(delta, normed, ids, weights, up, down, shared_up, shared_down, limit, limit, None)
+    stacked_experts(delta, normed, ids, weights, up, down, shared_up, shared_down, limit, limit, None)
     assert error(full, x.float() + delta.float()) < 5e-3
     for rows in ROWS:
         for merged in (True, False):

@@ -82,9 +82,15 @@ class Stream:
 
         ``keep`` afterwards to store the new tails.
         """
+        if self.windows.device.type == "cuda":  # the rows' own projections are not kept: the tail is replaced in place
+            windows = self.windows[: self.tail]
+            return self._in_place(windows)
         windows = self.windows.new_empty(self.tail + rows, *self.windows.shape[1:])
         windows[: self.tail] = self.windows[: self.tail]
         self._scratch = windows
+        return self._in_place(windows)
+
+    def _in_place(self, windows: Tensor) -> Memory:
         return Memory(
             windows={layer: windows[:, i] for layer, i in self._kda.items()},
             states={layer: self.states[0, i] for layer, i in self._kda.items()},
@@ -93,6 +99,8 @@ class Stream:
 
     def keep(self, rows: int, real: int) -> None:
         """After a prefill over ``committed(rows)`` of which the first ``real`` rows count: store the conv tails."""
+        if self.windows.device.type == "cuda":
+            return
         self.windows[: self.tail] = self._scratch[real : real + self.tail]
         del self._scratch
 

@@ -30,12 +30,13 @@ class Memory:
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Which rows these are. positions: int64 [R]; live: int64 [1]; turn: float32 [R, rope/2, 2] or None; decode:
-    whether KDA states are staged by row (True) or updated in place (False)."""
+    whether KDA states are staged by row (True) or updated in place (False); start: the first position of a prompt's."""
 
     positions: Tensor
     live: Tensor
     turn: Tensor | None
     decode: bool
+    start: int = 0
 
 
 def turn_table(spec: ModelSpec, positions: int, device: torch.device) -> Tensor | None:
@@ -68,7 +69,7 @@ def layer_forward(
     else:
         assert isinstance(w.mixer, MlaWeights)
         cache = memory.caches[index]
-        delta = mla(tape, w.mixer, layer.mixer, normed, cache, rows.positions, rows.live, rows.turn)
+        delta = mla(tape, w.mixer, layer.mixer, normed, cache, rows.positions, rows.live, rows.turn, rows.start)
     tape.note("attn", delta)
     tape.call("add", x, delta)
     normed = tape.new(*x.shape)

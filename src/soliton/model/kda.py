@@ -29,7 +29,8 @@ def kda(
 
     x: [R, hidden], normed; window: [W-1+R, channels], its first W-1 rows the past's projections, the rest filled
     here. Decode (``rows`` int64 [1]): states [R+1, n, K, V], row r reads slot r and leaves slot r+1. Prefill (None):
-    states [n, K, V], updated in place. A recording for a GPU: the committed state is slot ``current`` (int64 [1]).
+    states [n, K, V], updated in place. A step recorded for a GPU: the committed state is slot ``current`` (int64
+    [1]); a prompt there: window is its first W-1 rows alone, replaced.
     """
     count, heads = x.shape[0], spec.heads
     keys, values = heads * spec.key_dim, heads * spec.value_dim
@@ -52,6 +53,13 @@ def kda(
         o = tape.new(count, heads, spec.value_dim)
         memory = (window, w.conv, w.a, w.dt_bias, states, current, rows)
         tape.call("kda.step", o, proj, f[:, :keys], b, *memory, spec.gate, spec.lower_bound, spec.qk_eps)
+        return _leave(tape, w, spec, o, g[:, :values])
+    if tape.bulk:
+        mixed = tape.new(count, mixed_width)
+        tape.call("kda.mix", mixed, proj, window, w.conv)
+        o = tape.new(count, heads, spec.value_dim)
+        gates = (f[:, :keys], b, w.a, w.dt_bias, states, spec.gate, spec.lower_bound, spec.qk_eps)
+        tape.call("kda.recurrence", o, mixed, *gates)
         return _leave(tape, w, spec, o, g[:, :values])
     past = spec.conv_width - 1
     tape.call("copy", window[past : past + count], proj[:, :mixed_width])

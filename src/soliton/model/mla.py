@@ -18,11 +18,13 @@ def mla(
     positions: Tensor,
     rows: Tensor,
     turn: Tensor | None,
+    start: int = 0,
 ) -> Tensor:
     """What the block adds to the residual, [R, hidden]; the rows' own cache entries are written first.
 
     x: [R, hidden], normed; cache: [max_len, kv_rank + rope_dim] (normed latent, then the rotated shared key);
-    positions: int64 [R]; rows: int64 [1] live rows; turn: float32 [R, rope/2, 2] or None (NoPE).
+    positions: int64 [R]; rows: int64 [1] live rows; turn: float32 [R, rope/2, 2] or None (NoPE);
+    start: the first position, where the host knows it (prompts).
     """
     count, heads, latent = x.shape[0], spec.heads, spec.kv_rank
     q_width = heads * (spec.nope_dim + spec.rope_dim)
@@ -59,6 +61,13 @@ def mla(
     tape.note("mla_latent", c)
     tape.note("mla_krope", key[:, 0])
 
+    if tape.bulk:
+        turned = tape.new(count, heads, spec.nope_dim + spec.rope_dim)
+        tape.call("copy", turned[..., : spec.nope_dim], q[..., : spec.nope_dim])
+        tape.call("rope", turned[..., spec.nope_dim :], q[..., spec.nope_dim :], turn)
+        o = tape.new(count, heads, spec.value_dim)
+        tape.call("mla.read", o, turned, cache, start, w.k_up, w.v_up, spec.scale)
+        return _leave(tape, w, spec, o, gate)
     absorbed = tape.new(count, heads, latent + spec.rope_dim)
     tape.call("linear.heads", absorbed[..., :latent], q[..., : spec.nope_dim], w.k_up)
     tape.call("rope", absorbed[..., latent:], q[..., spec.nope_dim :], turn)
@@ -66,8 +75,13 @@ def mla(
     tape.call("mla.attend", context, absorbed, cache, positions, rows, spec.scale)
     o = tape.new(count, heads, spec.value_dim)
     tape.call("linear.heads", o, context, w.v_up)
+    return _leave(tape, w, spec, o, gate)
+
+
+def _leave(tape: Tape, w: MlaWeights, spec: MlaSpec, o: Tensor, gate: Tensor) -> Tensor:
+    """The head gate and the output projection. o: [R, n, V]; gate: [R, n]."""
     if spec.head_gate:
         tape.call("mla.gate", o, o, gate)
-    out = tape.new(count, w.out.padded)
-    tape.call("linear", out, o.view(count, -1), w.out)
+    out = tape.new(o.shape[0], w.out.padded)
+    tape.call("linear", out, o.view(o.shape[0], -1), w.out)
     return out[:, : w.out.outputs]

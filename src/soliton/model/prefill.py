@@ -56,14 +56,18 @@ def target_pass(
     tape = make_tape()
     device = w.embed.device
     real = len(ids)
-    if real == 1:
+    if real == 1 and not tape.bulk:
         # the recurrence must not see the padding row, so a single row is a decode step with one live row
         return _single(tape, w, spec, ids[0], start, memory, keep, turn)
     rows = torch.tensor(ids, dtype=torch.int64, device=device)
     positions = torch.arange(start, start + real, device=device)
     live = torch.tensor([real], dtype=torch.int64, device=device)
     where = Rows(
-        positions=positions, live=live, turn=None if turn is None else turn[start : start + real], decode=False
+        positions=positions,
+        live=live,
+        turn=None if turn is None else turn[start : start + real],
+        decode=False,
+        start=start,
     )
     hidden = decoder(tape, w, spec, rows, memory(real), where)
     keep(real, real)
@@ -118,6 +122,7 @@ def mtp_pass(
         live=torch.tensor([real], dtype=torch.int64, device=device),
         turn=None if turn is None else turn[start : start + max(real, 2)],
         decode=True,
+        start=start,
     )
     return mtp(tape, w, spec, _padded(ids), _padded(hidden), cache, where)[:real]
 

@@ -123,39 +123,3 @@ def grouped_reference(
         total.addcmul_(by_slot[:, slot], weights[:live, slot : slot + 1])
     result[:live, :hidden].add_(total)
     out.copy_(result[:, :hidden])
-
-
-def stacked_experts(
-    out: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    shared_up: Weight,
-    shared_down: Weight,
-    limit: float,
-    shared_limit: float,
-    rows: Tensor | None,
-) -> None:
-    """As grouped_reference, for a prompt on a GPU, with torch's products: up [E, 2 I, H], gate and up rows in turn;
-    down [E, H, I]. The activations are rounded before the down product, the sums over slots are float32."""
-    count, k = ids.shape
-    order = ids.flatten().sort(stable=True).indices
-    starts = torch.bincount(ids.flatten(), minlength=up.shape[0]).tolist()
-    by_slot = torch.empty(count * k, x.shape[1], dtype=x.dtype, device=x.device)
-    at = 0
-    for expert, size in enumerate(starts):
-        which = order[at : at + size]
-        at += size
-        if size:
-            both = x[which // k] @ up[expert].t()
-            act = both.new_empty(size, down.shape[2])
-            swiglu_reference(act, both[:, 0::2], both[:, 1::2], limit)
-            by_slot[which] = act @ down[expert].t()
-    both = x @ shared_up.data
-    act = both.new_empty(count, shared_down.inputs)
-    swiglu_reference(act, *halves(both, shared_up, shared_down.inputs), shared_limit)
-    total = (act @ shared_down.data).float()[:, : x.shape[1]]
-    total += (by_slot.view(count, k, -1).float() * weights.unsqueeze(-1)).sum(1)
-    out.copy_(total)

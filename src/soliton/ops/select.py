@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bound, embed, kda, linear, mla, moe, norm, rope, router
+from . import bound, bulk, embed, kda, linear, mla, moe, norm, rope, router
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,25 @@ _TORCH = "a torch call"
 
 
 def _choose_cuda() -> dict[str, Choice]:
+    fla = bulk.has_fla()
     prompt: dict[str, Callable[..., Any]] = {
         **_PLAIN,
         "linear": linear.torch_product,
-        "kda.prefill": kda.chunk_reference,
+        "add": bulk.add,
+        "kda.norm": bulk.gated_norm,
+        "moe": bulk.experts,
     }
     chosen = {op: Choice(op, "torch", function, _TORCH) for op, function in prompt.items()}
     for op in ("linear", "router", "add", "swiglu", "kda.norm", "moe"):
-        chosen[op] = Choice(op, "sweep", prompt.get(op, moe.stacked_experts), _SWEPT)
+        chosen[op] = Choice(op, "sweep", prompt[op], _SWEPT)
+    chosen["kda.mix"] = Choice("kda.mix", "triton", bulk.mix, "one kernel for a prompt's rows")
+    chosen["mla.read"] = Choice("mla.read", "sdpa", bulk.attend, "torch's attention for a prompt's rows")
+    chosen["kda.recurrence"] = Choice(
+        "kda.recurrence",
+        "fla" if fla else "chunk",
+        bulk.recurrence if fla else bulk.recurrence_reference,
+        "flash-linear-attention's chunk_kda" if fla else "fla-core is not installed, so prompts are read slowly",
+    )
     kernels = {
         "norm": ("norm_triton", "norm"),
         "kda.step": ("kda_triton", "step"),

@@ -33,7 +33,7 @@ class Loop:
 
     def __init__(self, relay: Relay, executor: Executor, depth: int) -> None:
         assert relay.ring_meta.shape[0] > depth, "the ring must hold every step in flight"
-        self._relay, self._executor, self.depth = relay, executor, depth
+        self._relay, self.executor, self.depth = relay, executor, depth
         self.launched = self.consumed = 0
 
     def run(
@@ -47,8 +47,8 @@ class Loop:
         self.launched = self.consumed = 0
         while True:
             if self.launched < limit:
-                self._executor.launch(program)
-                self._executor.publish(self._slot(self.launched), top_logprobs is not None)
+                self.executor.launch(program)
+                self.executor.publish(self._slot(self.launched), top_logprobs is not None)
                 self.launched += 1
                 if after_launch is not None:
                     after_launch()
@@ -67,7 +67,7 @@ class Loop:
         return step % self._relay.ring_meta.shape[0]
 
     def _consume(self, top_logprobs: int | None) -> StepOutput:
-        slot = self._executor.read(self._slot(self.consumed), top_logprobs is not None)
+        slot = self.executor.read(self._slot(self.consumed), top_logprobs is not None)
         self.consumed += 1
         taken, reason, length, rows = slot.meta
         logged = None

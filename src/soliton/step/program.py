@@ -46,7 +46,8 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What programs are built over. ``drafts``: S, 0 for plain decoding. ``turn``: the rotary table or None."""
+    """What programs are built over. ``drafts``: S, 0 for plain decoding; ``verify``: rows after the first when there
+    are drafts (S, or what a measurement asks for). ``turn``: the rotary table or None."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -55,6 +56,7 @@ class Parts:
     choices: Mapping[str, Choice]
     turn: Tensor | None
     drafts: int
+    verify: int
     device: torch.device
     dtype: torch.dtype
 
@@ -74,7 +76,7 @@ def build(parts: Parts) -> dict[Mode, Program]:
     """All four programs; phases that do not depend on the mode are shared, buffers too."""
     relay, stream = parts.relay, parts.stream
     refill = parts.tape()
-    verify.record_refill(refill, relay, parts.turn, parts.drafts)
+    verify.record_refill(refill, relay, parts.turn, parts.verify)
     forward = parts.tape()
     verify.record_forward(forward, parts.weights, parts.spec, stream.staged(), relay)
     forward.finish(relay.rows)

@@ -1,0 +1,397 @@
+"""How long one step takes, how many bytes it has to read, and how far that is from what the memory allows.
+
+A step is measured as it runs: one graph replay (or its calls one by one) over weights that the step before has pushed
+out of the cache, between two events. Its bytes are counted from its own tape: every matrix it streams, each routed
+expert once for all rows that chose it, the cache up to the length, the committed recurrent state. The floor is those
+bytes over the read bandwidth measured in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint import open_checkpoint
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..ops.sweep import DOWN, PRODUCT, ROUTE, UP, Sweep
+from ..ops.tape import Entry, Tape
+from ..ops.weight import Weight
+from ..runtime import Runtime, load_runtime, settle
+from ..sampling.params import Resolved, SamplingParams
+from ..speculation.verify import Mode
+from ..step.program import Program
+from ..step.request import begin
+from .doctor import versions
+
+READS = 5  # passes of the read benchmark; the best counts
+STREAM_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of one step. read: weights, kv and state; written: kv rows, staged states and windows."""
+
+    weights: int
+    kv: int
+    state: int
+    written: int
+    experts: tuple[int, ...]  # distinct routed experts of each layer
+
+    @property
+    def read(self) -> int:
+        return self.weights + self.kv + self.state
+
+
+def measure_step(
+    config: EngineConfig,
+    *,
+    rows: int | None = None,
+    context: int = 8192,
+    params: SamplingParams | None = None,
+    repeats: int = 30,
+    loop_steps: int = 64,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """One report as plain values (times in microseconds, bandwidths in TB/s).
+
+    rows: rows verified a step, for a model without a drafter of its own; with NEXTN it is the drafts and one. context:
+    tokens in the cache. Raises ConfigError for rows or a context that the engine cannot have.
+    """
+    if rows is not None and not 1 <= rows <= 32:
+        raise ConfigError(f"rows is {rows}; a step verifies 1 to 32 rows")
+    progress("loading")
+    checkpoint = open_checkpoint(config.model)
+    if rows is not None and settle(config, checkpoint)[0].speculation != "off":
+        raise ConfigError(f"rows is {rows}, but the drafter decides how many are verified; set --speculation off")
+    runtime = load_runtime(config, checkpoint, verify=rows)
+    most = runtime.config.max_context
+    assert most is not None
+    if not 1 <= context <= most:
+        raise ConfigError(f"context is {context}, but the engine goes to {most}; set --max-context as well")
+    with torch.inference_mode():
+        return _measure(runtime, context, params or SamplingParams(temperature=0.0), repeats, loop_steps, progress)
+
+
+def _measure(
+    runtime: Runtime,
+    context: int,
+    params: SamplingParams,
+    repeats: int,
+    loop_steps: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    device = runtime.parts.device
+    resolved = params.resolve({}, vocab=runtime.checkpoint.spec.vocab)
+    program = runtime.programs[Mode(sampled=not resolved.greedy, processors=resolved.processors)]
+    progress("measuring the memory")
+    bandwidth = read_bandwidth(device)
+    step = _Repeated(runtime, program, resolved, context)
+    progress("timing steps")
+    times = sorted(step.time() for _ in range(repeats + 3))[:-3]  # the first ones are warm-ups, and the slowest
+    middle = statistics.median(times)
+    counted = step_bytes(runtime, program, context)
+    progress("running the loop")
+    idle = step.idle(loop_steps, middle)
+    floor = counted.read / bandwidth / 1e6
+    speculation = runtime.config.speculation
+    return {
+        "model": runtime.checkpoint.name,
+        "device": _device_name(device),
+        "dtype": runtime.config.dtype,
+        "tp": 1,
+        "speculation": speculation if speculation == "off" else f"{speculation} S={runtime.parts.drafts}",
+        "sampling": _sampling(resolved),
+        "rows": int(runtime.relay.rows),
+        "context": context,
+        "step_us": round(middle, 2),
+        "spread_us": [round(times[0], 2), round(times[-1], 2)],
+        "bytes": counted.read,
+        "weight_bytes": counted.weights,
+        "kv_bytes": counted.kv,
+        "state_bytes": counted.state,
+        "written_bytes": counted.written,
+        "experts": [min(counted.experts, default=0), max(counted.experts, default=0)],
+        "experts_mean": round(statistics.mean(counted.experts), 2) if counted.experts else 0,
+        "read_tb_s": round(bandwidth, 3),
+        "floor_us": round(floor, 2),
+        "ratio": round(middle / floor, 3),
+        "weights_ratio": round(middle * bandwidth * 1e6 / counted.weights, 3),
+        "idle_us": None if idle is None else round(idle, 2),
+        "kernels": kernels(program, runtime),
+        "phases_us": step.phases(),
+        "executor": runtime.config.executor,
+        "run_ahead": runtime.config.run_ahead,
+        "simulated": False,
+        "void": device.type == "cuda" and "H200" in _device_name(device) and bandwidth < 4.5,
+        "commit": _commit(),
+        "versions": {**versions(), "driver": _driver()},
+    }
+
+
+class _Repeated:
+    """The same step again and again: the stream stands at ``context`` before each."""
+
+    def __init__(self, runtime: Runtime, program: Program, params: Resolved, context: int) -> None:
+        self.runtime, self.program, self.params, self.context = runtime, program, params, context
+        runtime.stream.clear()
+        runtime.hold_threads()
+        maker = torch.Generator().manual_seed(0)
+        for cache in (runtime.stream.kv, runtime.stream.draft_kv):
+            if cache is not None and cache.numel():
+                cache.normal_()
+        vocab = runtime.checkpoint.spec.vocab
+        self.tokens = torch.randint(0, vocab, runtime.relay.tokens.shape, generator=maker).to(runtime.parts.device)
+        self.prompt = [int(self.tokens[0])]
+        self.again()
+
+    def again(self) -> None:
+        """Back to the beginning of the step, with drafts to verify."""
+        relay = self.runtime.relay
+        begin(relay, self.params, prompt=self.prompt, limit=1 << 30)
+        relay.stop_mask.zero_()
+        relay.length.fill_(self.context)
+        relay.tokens.copy_(self.tokens)
+        relay.drafted.fill_(1 if self.runtime.parts.verify else 0)
+
+    def time(self) -> float:
+        """Microseconds of one step."""
+        executor = self.runtime.loop.executor
+        self.again()
+        if self.runtime.parts.device.type != "cuda":
+            start = time.perf_counter()
+            executor.launch(self.program)
+            return (time.perf_counter() - start) * 1e6
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        executor.launch(self.program)
+        after.record()
+        after.synchronize()
+        return float(before.elapsed_time(after)) * 1e3
+
+    def idle(self, steps: int, middle: float) -> float | None:
+        """Microseconds between steps of the run-ahead loop: its time a step less a step's own. None off a GPU."""
+        if self.runtime.parts.device.type != "cuda":
+            return None
+        self.again()
+        loop, relay = self.runtime.loop, self.runtime.relay
+        room = self.runtime.config.max_context
+        assert room is not None
+        relay.length.fill_(max(min(self.context, room - steps * relay.tokens.shape[0] - 1), 1))
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        for _ in loop.run(self.program, limit=steps, top_logprobs=None):
+            pass
+        after.record()
+        after.synchronize()
+        loop.drain()
+        return float(before.elapsed_time(after)) * 1e3 / max(loop.launched, 1) - middle
+
+    def phases(self) -> dict[str, float]:
+        """Microseconds of each phase by itself, as a graph of its own on a GPU."""
+        found = {}
+        for phase in self.program.phases:
+            self.again()
+            found[phase.name] = round(found.get(phase.name, 0.0) + self._phase(phase.tape), 2)
+        return found
+
+    def _phase(self, tape: Tape) -> float:
+        if self.runtime.parts.device.type != "cuda":
+            start = time.perf_counter()
+            tape.run()
+            return (time.perf_counter() - start) * 1e6
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tape.run()
+        times = []
+        for _ in range(5):
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            graph.replay()
+            after.record()
+            after.synchronize()
+            times.append(float(before.elapsed_time(after)) * 1e3)
+        return statistics.median(times)
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """TB/s of reading a buffer much larger than any cache into registers, the best of READS passes."""
+    count = STREAM_BYTES[device.type] // 4
+    data = torch.ones(count, dtype=torch.float32, device=device)
+    if device.type == "cuda":
+        from ..ops.stream_triton import read
+
+        out = torch.empty(1 << 16, dtype=torch.float32, device=device)
+        call: Callable[[], object] = lambda: read(out, data)  # noqa: E731 - one of two
+    else:
+        call = data.sum
+    call()
+    best = 0.0
+    for _ in range(READS):
+        if device.type == "cuda":
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            call()
+            after.record()
+            after.synchronize()
+            seconds = float(before.elapsed_time(after)) / 1e3
+        else:
+            start = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - start
+        best = max(best, data.nbytes / seconds / 1e12)
+    return best
+
+
+def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:
+    """What one step reads and writes, after it has run once (its routing is looked at)."""
+    weights = kv = state = written = 0
+    experts: list[int] = []
+    live = max(int(runtime.relay.rows), 1)
+    for entry in _entries(program):
+        if isinstance(entry.function, Sweep):
+            amount, found = _sweep_bytes(entry.function)
+            weights += amount
+            experts += found
+        elif entry.op in ("linear", "linear.heads", "mla.heads", "moe"):
+            if entry.op == "moe":
+                found = [len(set(entry.args[2][:live].flatten().tolist()))]
+                experts += found
+                weights += _moe_bytes(entry.args, found[0])
+            else:
+                weights += _matrix(entry.args[2])
+        elif entry.op == "mla.attend":
+            cache = entry.args[2]
+            kv += (context + live) * cache.shape[1] * cache.element_size()
+            written += live * cache.shape[1] * cache.element_size()
+        elif entry.op in ("kda.step", "kda.chain"):
+            states = next(a for a in entry.args if isinstance(a, Tensor) and a.dim() == 4 and a.dtype == torch.float32)
+            state += states[0].numel() * 4
+            written += live * states[0].numel() * 4
+    return Bytes(weights=weights, kv=kv, state=state, written=written, experts=tuple(experts))
+
+
+def _entries(program: Program) -> Iterator[Entry]:
+    for phase in program.phases:
+        yield from phase.tape.entries
+
+
+def _matrix(w: Weight | Tensor) -> int:
+    return w.nbytes if isinstance(w, Weight) else w.numel() * w.element_size()
+
+
+def _moe_bytes(args: tuple[Any, ...], distinct: int) -> int:
+    up, down = args[4], args[5]
+    if isinstance(up, Weight):
+        return _matrix(up) + _matrix(down)
+    return distinct * (_matrix(up[0]) + _matrix(down[0])) + _matrix(args[6]) + _matrix(args[7])
+
+
+def _sweep_bytes(sweep: Sweep) -> tuple[int, list[int]]:
+    """(weights, distinct experts of each choice) of one launch."""
+    weights, chosen = 0, 0
+    found: list[int] = []
+    rows = sweep.rows if sweep.live is None else min(sweep.rows, max(int(sweep.live), 1))
+    for item in sweep.instructions:
+        f = item.fields
+        if item.kind == PRODUCT:
+            weights += f["n"] * f["k"] * 2
+        elif item.kind in (UP, DOWN):
+            weights += chosen * f["n"] * f["k"] * 2 + (f["n"] * f["k2"] * 2 if "k2" in f else 0)
+        else:
+            chosen = len(set(f["ids"][:rows].flatten().tolist()))
+            if item.kind == ROUTE:
+                found.append(chosen)
+    return weights, found
+
+
+def kernels(program: Program, runtime: Runtime) -> int | None:
+    """Kernels of one step as the profiler counts them; None off a GPU."""
+    if runtime.parts.device.type != "cuda":
+        return None
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for phase in program.phases:
+            phase.tape.run()
+        torch.cuda.synchronize()
+    return sum(1 for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def _sampling(params: Resolved) -> str:
+    if params.greedy:
+        return "greedy"
+    return f"T={params.temperature:g} p={params.top_p:g} k={params.top_k}"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    try:
+        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split("Module")[1].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, with + when it has changes; SOLITON_COMMIT outside one, or None."""
+    named = os.environ.get("SOLITON_COMMIT")
+    if named:
+        return named
+    try:
+        where = Path(__file__).resolve().parents[3]
+        run = lambda *a: subprocess.run(["git", *a], cwd=where, capture_output=True, text=True, check=True).stdout  # noqa: E731
+        return run("rev-parse", "--short", "HEAD").strip() + ("+" if run("status", "--porcelain").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def simulated(report: dict[str, Any], accept: float) -> dict[str, Any]:
+    """The report with the time a token that ``accept`` new tokens a step would give, marked as simulated."""
+    if not 1 <= accept <= report["rows"]:
+        raise ConfigError(
+            f"an accept length of {accept:g} is impossible: a step of {report['rows']} rows gives 1 to that"
+        )
+    return {**report, "simulated": True, "accept_length": accept, "tpot_us": round(report["step_us"] / accept, 2)}
+
+
+def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """The card for people."""
+    r = report
+    low, high = r["spread_us"]
+    few, many = r["experts"]
+    rows = [
+        ("model", f"{r['model']}, {r['dtype']}, {r['speculation']}, {r['sampling']}"),
+        ("device", f"{r['device']}, {r['executor']}, run-ahead {r['run_ahead']}"),
+        ("rows, context", f"{r['rows']}, {r['context']}"),
+        ("step", f"{r['step_us']:.1f} µs ({low:.1f} to {high:.1f})"),
+        ("reads", f"{r['bytes'] / 1e9:.3f} GB: weights {r['weight_bytes'] / 1e9:.3f}, kv {r['kv_bytes'] / 1e9:.3f}, "
+                  f"state {r['state_bytes'] / 1e9:.3f}; writes {r['written_bytes'] / 1e9:.3f}"),
+        ("experts a layer", f"{few} to {many}, mean {r['experts_mean']}"),
+        ("read bandwidth", f"{r['read_tb_s']:.2f} TB/s" + (" - TOO LOW, THE RUN IS VOID" if r["void"] else "")),
+        ("floor", f"{r['floor_us']:.1f} µs, taken {r['ratio']:.2f} times, by weights {r['weights_ratio']:.2f}"),
+        ("idle between steps", "-" if r["idle_us"] is None else f"{r['idle_us']:.1f} µs"),
+        ("kernels", "-" if r["kernels"] is None else str(r["kernels"])),
+        ("phases", ", ".join(f"{name} {value:.1f}" for name, value in r["phases_us"].items()) + " µs"),
+    ]  # fmt: skip
+    if r["simulated"]:
+        rows.append(("SIMULATED", f"accept length {r['accept_length']:g} gives {r['tpot_us']:.1f} µs a token"))
+    return rows
+
+
+def document(report: dict[str, Any]) -> dict[str, Any]:
+    """A report as one JSON line holds it."""
+    return {k: (dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v) for k, v in report.items()}  # type: ignore[arg-type]

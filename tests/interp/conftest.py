@@ -1,0 +1,20 @@
+"""Triton kernels in Triton's interpreter, on any machine that has triton; skipped where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports triton. Kernels compiled for a device in the same process would be interpreted too.
+if importlib.util.find_spec("triton") is not None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("triton") is None:
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason="triton is not installed: its kernels are not interpreted"))
