@@ -98,6 +98,7 @@ class Answer:
         self._running = False
         self._cut = self._ended = False
         self._snapshots: dict[int, Snapshot] = {}
+        self._keeps = runtime.config.prefix_reuse == "fast"
 
     def run(self, aborted: Callable[[], bool]) -> Iterator[Block]:
         """Yield blocks; exactly the last has a finish reason. ``finish`` must be called afterwards, come what may."""
@@ -139,7 +140,7 @@ class Answer:
         self._cut = self._cut or not self._ended
         for step in self._runtime.loop.drain():
             self._take(step)
-        if save and self._runtime.config.prefix_reuse == "fast" and not self._cut:
+        if save and self._keeps and not self._cut:
             assert int(self._runtime.relay.length) == len(self._committed) - 1
             with torch.inference_mode():
                 self._runtime.tree.save(self._committed[:-1], self._runtime.stream)
@@ -198,6 +199,8 @@ class Answer:
         """Note what the device committed, and turn a snapshot of this step into a checkpoint."""
         self._committed += step.tokens
         snapshot = self._snapshots.pop(self._runtime.loop.consumed, None)
+        if self._keeps and self._runtime.on_gpu and step.tokens and step.length % ROLLING == 0:
+            snapshot = Snapshot.marked(self._runtime.stream)
         if snapshot is not None and not self._cut:
             with torch.inference_mode():
                 self._runtime.tree.save(self._committed[: step.length], self._runtime.stream, snapshot)
@@ -205,7 +208,7 @@ class Answer:
     def _after_launch(self) -> None:
         """Between launches: at every multiple of ROLLING copy the state out, to be named when its step is read."""
         runtime = self._runtime
-        if runtime.config.prefix_reuse != "fast" or runtime.on_gpu:
+        if not self._keeps or runtime.on_gpu:  # there the step itself does it
             return
         with torch.inference_mode():
             if int(runtime.relay.taken) and int(runtime.relay.length) % ROLLING == 0:

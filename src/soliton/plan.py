@@ -62,7 +62,7 @@ def make_plan(
             weights=weight_elements * width,
             kv=need.kv,
             draft_kv=need.draft_kv,
-            staging=need.states + need.windows,
+            staging=need.states + need.windows + (need.states // (rows + 1) if device.type == "cuda" else 0),
             checkpoints=checkpoints,
             budget=budget,
         )

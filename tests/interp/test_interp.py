@@ -122,3 +122,15 @@ def test_combine() -> None:
     shared, out = torch.randn(5, 70), torch.full((5, 70), float("nan"))
     kernels.combine(out, shared, pairs, place, weights)
     close(out, shared + (pairs[place] * weights.unsqueeze(-1)).sum(1))
+
+
+@pytest.mark.parametrize(("length", "taken", "copies"), [(511, 1, False), (512, 0, False), (512, 3, True)])
+def test_marks(length: int, taken: int, copies: bool) -> None:
+    from soliton.ops import kda_triton as kernels
+
+    states, windows, boundary = torch.randn(4, 2, 2, 8, 8), torch.randn(5, 2, 30), torch.randn(2, 16)
+    marks = torch.zeros(2, 2, 8, 8), torch.zeros(3, 2, 30), torch.zeros(2, 16)
+    scalars = (torch.tensor([n]) for n in (length, taken, 2, 0))
+    kernels.mark(marks, states, windows, boundary, *scalars, 512, pdl=False)
+    for mark, source in zip(marks, (states[2], windows[:3], boundary), strict=True):
+        assert torch.equal(mark, source if copies else torch.zeros_like(source))

@@ -161,6 +161,13 @@ class Snapshot:
     boundary: Tensor
 
     @classmethod
+    def marked(cls, stream: Stream) -> Snapshot:
+        """What the last step that ended at a rolling checkpoint's place left on a GPU."""
+        assert stream.marks is not None
+        state, tail, boundary = (t.clone() for t in stream.marks)
+        return cls(state=state, tail=tail, boundary=boundary)
+
+    @classmethod
     def take(cls, stream: Stream) -> Snapshot:
         """Copy what the stream has committed now."""
         return cls(

@@ -61,6 +61,11 @@ class Stream:
         self.boundary = torch.zeros(2, spec.hidden, dtype=dtype, device=device)
         self.current = torch.zeros(1, dtype=torch.int64, device=device)
         self.tail = shapes["windows"][0] - rows
+        # what a step on a GPU copies at a multiple of ROLLING, because the host learns of it later
+        self.marks: tuple[Tensor, Tensor, Tensor] | None = None
+        if device.type == "cuda":
+            parts = (self.states[0], self.windows[: self.tail], self.boundary)
+            self.marks = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in parts)  # type: ignore
         self._kda = {index: i for i, index in enumerate(spec.kda_layers)}
         self._mla = {index: i for i, index in enumerate(spec.mla_layers)}
 
@@ -115,6 +120,7 @@ class Stream:
         """All buffers by name, for address checks and the memory plan."""
         named = {"kv": self.kv, "states": self.states, "windows": self.windows, "boundary": self.boundary}
         named["current"] = self.current
+        named |= {f"mark {i}": t for i, t in enumerate(self.marks or ())}
         return named | ({"draft_kv": self.draft_kv} if self.draft_kv is not None else {})
 
 

@@ -153,3 +153,34 @@ def commit(states: Tensor, windows: Tensor, taken: Tensor, current: Tensor) -> N
             windows, taken, windows.stride(1), windows.stride(0), width, TAPS=TAPS, BLOCK=size, launch_pdl=True
         )
     _advance[(1,)](current, taken, states.shape[0], num_warps=1, launch_pdl=True)
+
+
+@triton.jit
+def _keep(out, source, length, taken, current, rolling, slot_stride, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if (tl.load(taken) > 0) & (tl.load(length) % rolling == 0):
+        source += tl.load(current) * slot_stride
+        at = tl.program_id(0) * BLOCK
+        while at < count:
+            where = at + tl.arange(0, BLOCK)
+            tl.store(out + where, tl.load(source + where, mask=where < count), mask=where < count)
+            at += tl.num_programs(0) * BLOCK
+
+
+def mark(
+    marks: tuple[Tensor, Tensor, Tensor], states: Tensor, windows: Tensor, boundary: Tensor, length: Tensor,
+    taken: Tensor, current: Tensor, none: Tensor, rolling: int, *, pdl: bool = True,
+) -> None:  # fmt: skip
+    """Where a step ends at a multiple of ``rolling`` tokens, copy the committed state, the conv tail and the boundary
+    hidden into ``marks``, for the host to keep when it reads the step. states: [slots, layers, n, K, V]; windows:
+    [W-1+R, layers, C]; none: int64 [1], zero."""
+    state, tail, edge = marks
+    for out, source, slot in ((state, states, current), (tail, windows, none), (edge, boundary, none)):
+        if out.numel():
+            grid = min(256, triton.cdiv(out.numel(), 4096))
+            _keep[(grid,)](
+                out, source, length, taken, slot, rolling, source.stride(0), out.numel(), BLOCK=4096, PDL=pdl,
+                num_warps=8, launch_pdl=pdl,
+            )  # fmt: skip

@@ -20,6 +20,7 @@ from ..ops.tape import Tape
 from ..sampling import accept, law, logprobs, penalties, philox
 
 if TYPE_CHECKING:
+    from ..context.stream import Stream
     from ..step.relay import Relay
 
 ROLLING = 512  # committed tokens between checkpoints of a long answer
@@ -82,6 +83,13 @@ def record_commit(tape: Tape, relay: Relay, boundary: Tensor) -> None:
     """The boundary hidden of what is committed; states and windows are kda.commit's."""
     commit = _kernels().commit_boundary if tape.fused else commit_boundary
     tape.do("boundary", commit, boundary, relay.hidden, relay.taken)
+
+
+def record_mark(tape: Tape, relay: Relay, stream: Stream) -> None:
+    """On a GPU: copies of the committed state at multiples of ROLLING."""
+    kernels, none = importlib.import_module("soliton.ops.kda_triton"), tape.new(1, dtype=torch.int64)
+    given = (stream.states, stream.windows, stream.boundary, relay.length, relay.taken, stream.current, none)
+    tape.do("mark", kernels.mark, stream.marks, *given, ROLLING)
 
 
 def record_publish(tape: Tape, relay: Relay) -> None:

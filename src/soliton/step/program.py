@@ -83,6 +83,8 @@ def build(parts: Parts) -> dict[Mode, Program]:
     commit = parts.tape()
     commit.call("kda.commit", stream.states, stream.windows, relay.taken, stream.current)
     verify.record_commit(commit, relay, stream.boundary)
+    if stream.marks is not None:
+        verify.record_mark(commit, relay, stream)
     publish = parts.tape()
     verify.record_publish(publish, relay)
 
