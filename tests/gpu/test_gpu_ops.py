@@ -272,13 +272,14 @@ def test_ties_go_to_the_lower_index(groups: int) -> None:
     assert torch.equal(ids, want) and error(weights, want_weights) < 1e-6
 
 
+@pytest.mark.parametrize("variant", ["triton", "sweep"])
 @pytest.mark.parametrize("law", ["bounded", "softplus"])
 @pytest.mark.parametrize("heads", [2, 32])
-def test_kda_step(heads: int, law: Any) -> None:
+def test_kda_step(heads: int, law: Any, variant: str) -> None:
     from soliton.ops import kda_triton
 
     width, most = heads * 128, 17
-    proj = rand(most, 5 * width + heads + 6)
+    proj = rand(most, 5 * width + 64)
     past, conv = rand(3, 3 * width, seed=2), rand(4, 3 * width, seed=3, scale=0.5, dtype=torch.float32)
     a, dt = rand(width, seed=4, dtype=torch.float32).abs(), rand(width, seed=5, dtype=torch.float32)
     state = rand(heads, 128, 128, seed=6, dtype=torch.float32)
@@ -290,10 +291,11 @@ def test_kda_step(heads: int, law: Any) -> None:
         windows = poisoned(3 + rows, 3, 3 * width)
         windows[:3, 1] = past
         o = poisoned(rows, heads, 128)
-        kda_triton.step(
-            o, proj[:rows], f[:rows], b[:rows], windows[:, 1], conv, a, dt, states[:, 1], whole(at), whole(rows), law,
-            -5.0, 1e-6,
-        )  # fmt: skip
+        given = (o, proj[:rows], f[:rows], b[:rows], windows[:, 1], conv, a, dt, states[:, 1], whole(at))
+        if variant == "triton":
+            kda_triton.step(*given, whole(rows), law, -5.0, 1e-6)
+        else:
+            launch(rows, whole(rows), sweep.kda(*given, law, -5.0, 1e-6))
         order = [(at + 1 + r) % (rows + 1) for r in range(rows)]
         assert torch.equal(states[at, 1], state) and bool(states[:, 0].isnan().all() and states[:, 2].isnan().all())
         assert torch.equal(windows[3:, 1], proj[:rows, : 3 * width])

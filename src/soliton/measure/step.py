@@ -25,7 +25,7 @@ from torch import Tensor
 from ..checkpoint import open_checkpoint
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..ops.sweep import DOWN, PRODUCT, ROUTE, UP, Sweep
+from ..ops.sweep import DOWN, KDA, PRODUCT, ROUTE, UP, Sweep
 from ..ops.tape import Entry, Tape
 from ..ops.weight import Weight
 from ..runtime import Runtime, load_runtime, settle
@@ -261,9 +261,11 @@ def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:
     live = max(int(runtime.relay.rows), 1)
     for entry in _entries(program):
         if isinstance(entry.function, Sweep):
-            amount, found = _sweep_bytes(entry.function)
+            amount, found, held = _sweep_bytes(entry.function)
             weights += amount
             experts += found
+            state += held
+            written += live * held
         elif entry.op in ("linear", "linear.heads", "mla.heads", "moe"):
             if entry.op == "moe":
                 found = [len(set(entry.args[2][:live].flatten().tolist()))]
@@ -298,22 +300,24 @@ def _moe_bytes(args: tuple[Any, ...], distinct: int) -> int:
     return distinct * (_matrix(up[0]) + _matrix(down[0])) + _matrix(args[6]) + _matrix(args[7])
 
 
-def _sweep_bytes(sweep: Sweep) -> tuple[int, list[int]]:
-    """(weights, distinct experts of each choice) of one launch."""
-    weights, chosen = 0, 0
+def _sweep_bytes(sweep: Sweep) -> tuple[int, list[int], int]:
+    """(weights, distinct experts of each choice, recurrent state) of one launch."""
+    weights = chosen = state = 0
     found: list[int] = []
     rows = sweep.rows if sweep.live is None else min(sweep.rows, max(int(sweep.live), 1))
     for item in sweep.instructions:
         f = item.fields
         if item.kind == PRODUCT:
             weights += f["n"] * f["k"] * 2
+        elif item.kind == KDA:
+            state += f["weights"][0].numel() * 4
         elif item.kind in (UP, DOWN):
             weights += chosen * f["n"] * f["k"] * 2 + (f["n"] * f["k2"] * 2 if "k2" in f else 0)
         else:
             chosen = len(set(f["ids"][:rows].flatten().tolist()))
             if item.kind == ROUTE:
                 found.append(chosen)
-    return weights, found
+    return weights, found, state
 
 
 def kernels(program: Program, runtime: Runtime) -> int | None:

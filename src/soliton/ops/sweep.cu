@@ -30,7 +30,7 @@ constexpr int SLOT = 8 * SLAB * 2;
 constexpr int GROUPS = 4;  // most groups that one block sums over several terms
 constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 16;
 
-enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN };
+enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA };
 enum Prologue { PLAIN, RMS, GATED, KEEP };
 enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU };
 
@@ -50,6 +50,9 @@ struct Instr {
     int n, k, k2, x_stride, x2_stride, out_stride, gate_stride, slot_stride;
     int experts, topk, groups, top_groups, renormalize, start, spare0, spare1;
     float eps, scaling, limit, spare2;
+    // KDA reads them otherwise: x projections, gate forget rows, x2 beta rows, w2 window (written too, x2_stride a row),
+    // w convolution (float), norm a, bias dt_bias, weights states (written too, slot_stride a slot), ids committed slot;
+    // n heads, k convolved channels, experts slots, groups 1 for the bounded law, scaling its bound, limit the q scale.
 };
 
 struct Shared {
@@ -260,6 +263,7 @@ struct Copier {
                 waiting = true;
                 continue;
             }
+            if (I.kind == KDA) continue;
             if (waiting && I.kind != PRODUCT) {
                 look();
                 if (frozen) break;
@@ -349,6 +353,7 @@ struct Reducer {
                 both_sync();  // the tables are there
                 continue;
             }
+            if (I.kind == KDA) continue;
             Walk walk(I, S);
             for (Piece p; walk.next(p);) piece(I, p, I.kind == UP ? 1 : walk.terms, walk.own.begin);
         }
@@ -474,6 +479,137 @@ __device__ __noinline__ void route(const Instr& I, Shared& S, int rows) {
     if (threadIdx.x == 0) mbar_arrive(&S.tables);
 }
 
+// ---- Kimi Delta Attention, by the multipliers ----------------------------------------------------------------------
+
+constexpr int TILE = 32, TAPS = 4;  // value channels of one block's item; four a warp, eight warps
+
+__device__ __forceinline__ uint2 load8(const u16* from) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ void spread(float (&to)[4], uint2 v) {
+    to[0] = lower(v.x), to[1] = upper(v.x), to[2] = lower(v.y), to[3] = upper(v.y);
+}
+
+// A group of four channels of one of q, k, v: the inputs of the last three rows, the taps.
+struct Convolved {
+    float past[TAPS - 1][4], tap[TAPS][4];
+
+    __device__ __forceinline__ void begin(const Instr& I, int channel) {
+#pragma unroll
+        for (int t = 0; t < TAPS - 1; ++t) spread(past[t], load8(I.w2 + (i64)t * I.x2_stride + channel));
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) {
+            float4 w = __ldg((const float4*)((const float*)I.w + (i64)t * I.k + channel));
+            tap[t][0] = w.x, tap[t][1] = w.y, tap[t][2] = w.z, tap[t][3] = w.w;
+        }
+    }
+    // silu of the convolution at the row whose projections are `now`, rounded as the model rounds it
+    __device__ __forceinline__ void next(float (&out)[4], uint2 now) {
+        float fresh[4];
+        spread(fresh, now);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float sum = past[0][i] * tap[0][i];
+            sum += past[1][i] * tap[1][i];
+            sum += past[2][i] * tap[2][i];
+            sum += fresh[i] * tap[3][i];
+            out[i] = wide(half(sum / (1.0f + expf(-sum))));
+            past[0][i] = past[1][i], past[1][i] = past[2][i], past[2][i] = fresh[i];
+        }
+    }
+};
+
+// One step of a layer's recurrence: see ops/kda_triton.py. A lane holds 4 keys by 4 values of the state.
+__device__ __noinline__ void kda(const Instr& I, int rows, int warp, int lane) {
+    if (warp >= TILE / 4) return;
+    int slots = I.experts, current = (int)load_whole(I.ids);
+    float* states = I.weights;
+    for (int item = blockIdx.x; item < I.n * (HEAD / TILE); item += gridDim.x) {
+        int head = item / (HEAD / TILE), value = item % (HEAD / TILE) * TILE + warp * 4, key = lane * 4;
+        int q_at = head * HEAD + key, k_at = I.n * HEAD + q_at, v_at = 2 * I.n * HEAD + head * HEAD + value;
+        i64 place = ((i64)head * HEAD + key) * HEAD + value;
+        float s[4][4], rate[4], shift[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            u32 v[4];
+            load16(v, states + (i64)current * I.slot_stride + place + i * HEAD);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) s[i][j] = __uint_as_float(v[j]);
+        }
+        float4 a4 = __ldg((const float4*)(I.norm + q_at)), b4 = __ldg((const float4*)(I.bias + q_at));
+        rate[0] = a4.x, rate[1] = a4.y, rate[2] = a4.z, rate[3] = a4.w;
+        shift[0] = b4.x, shift[1] = b4.y, shift[2] = b4.z, shift[3] = b4.w;
+        Convolved cq, ck, cv;
+        cq.begin(I, q_at), ck.begin(I, k_at), cv.begin(I, v_at);
+        uint2 q2 = load8(I.x + q_at), k2 = load8(I.x + k_at), v2 = load8(I.x + v_at), f2 = load8(I.gate + q_at);
+        u16 b2 = load_half(I.x2 + head);
+#pragma unroll 1
+        for (int row = 0; row < rows; ++row) {
+            // this step's projections, for the window of the next
+            u16* window = (u16*)I.w2 + (i64)(row + TAPS - 1) * I.x2_stride;
+            if (item % (HEAD / TILE) == 0 && warp == 0) *(uint2*)(window + q_at) = q2, *(uint2*)(window + k_at) = k2;
+            if (lane == 0) *(uint2*)(window + v_at) = v2;
+            float q[4], k[4], v[4], f[4], d[4], beta = sigmoid(wide(b2));
+            cq.next(q, q2), ck.next(k, k2), cv.next(v, v2), spread(f, f2);
+            if (row + 1 < rows) {  // underway while this row is worked on
+                const u16* x = I.x + (i64)(row + 1) * I.x_stride;
+                q2 = load8(x + q_at), k2 = load8(x + k_at), v2 = load8(x + v_at);
+                f2 = load8(I.gate + (i64)(row + 1) * I.gate_stride + q_at);
+                b2 = load_half(I.x2 + (i64)(row + 1) * I.x_stride + head);
+            }
+            float sums[3] = {0.f, 0.f, 0.f};  // q.q, k.k, q.k
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                sums[0] += q[i] * q[i], sums[1] += k[i] * k[i], sums[2] += q[i] * k[i];
+                float g = f[i] + shift[i];
+                if (I.groups) g = I.scaling / (1.0f + expf(-(rate[i] * g)));
+                else g = -rate[i] * (g > 20.0f ? g : log1pf(expf(g)));
+                d[i] = expf(g);
+            }
+#pragma unroll
+            for (int step = 16; step; step /= 2)
+#pragma unroll
+                for (int i = 0; i < 3; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
+            float nq = rsqrtf(sums[0] + I.eps) * I.limit, nk = rsqrtf(sums[1] + I.eps), qk = sums[2] * nq * nk;
+            float read[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};  // k and q against the decayed state
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                q[i] *= nq, k[i] *= nk;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    s[i][j] *= d[i];
+                    read[0][j] += k[i] * s[i][j];
+                    read[1][j] += q[i] * s[i][j];
+                }
+            }
+#pragma unroll
+            for (int step = 16; step; step /= 2)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    read[0][j] += __shfl_xor_sync(0xffffffffu, read[0][j], step);
+                    read[1][j] += __shfl_xor_sync(0xffffffffu, read[1][j], step);
+                }
+            float o[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                float u = (v[j] - read[0][j]) * beta;
+                o[j] = read[1][j] + qk * u;
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[i][j] += k[i] * u;
+            }
+            if (lane == 0)
+                *(uint2*)((u16*)I.out + (i64)row * I.out_stride + head * HEAD + value) = make_uint2(pair(o[0], o[1]), pair(o[2], o[3]));
+            int slot = current + 1 + row;
+            if (slot >= slots) slot -= slots;
+            float* to = states + (i64)slot * I.slot_stride + place;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) *(float4*)(to + i * HEAD) = make_float4(s[i][0], s[i][1], s[i][2], s[i][3]);
+        }
+    }
+}
+
 // ---- multipliers ---------------------------------------------------------------------------------------------------
 
 // How the warps share pieces of some width.
@@ -521,6 +657,14 @@ struct Multiplier {
         do {
             asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(counter) : "memory");
         } while (seen < target);
+    }
+    __device__ __forceinline__ void forget() {
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)
+#pragma unroll
+            for (int j = 0; j < PARTS; ++j)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) a[m][j][i / 4][i % 4] = 0;
     }
     __device__ __forceinline__ void grid_sync() {
         both_sync();
@@ -587,12 +731,7 @@ struct Multiplier {
             }
             multipliers_sync();
         }
-#pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) a[m][j][i / 4][i % 4] = 0;
+        forget();
         u32* stage = S.stage[warp];
 #pragma unroll 1
         for (int row = 0; row < rows; row += AHEAD) {
@@ -778,6 +917,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 2) * 32, 1)
         const Instr& I = S.list[i];
         if (I.sync) m.grid_sync();
         if (I.kind == ROUTE || I.kind == LOAD_ROUTE) route(I, S, rows);
-        else m.multiply(I, lie);
+        else if (I.kind == KDA) {
+            kda(I, rows, warp, lane);
+            m.forget();  // nothing has to be kept in registers meanwhile
+        } else m.multiply(I, lie);
     }
 }

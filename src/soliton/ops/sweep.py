@@ -19,7 +19,7 @@ from torch import Tensor
 from .cuda import INTEGER, POINTER, Kernel
 from .weight import Weight
 
-PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN = range(5)
+PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA = range(6)
 PLAIN, RMS, GATED, KEEP = range(4)
 STORE, STORE_FLOAT, ADD, SWIGLU = range(4)
 WARPS, BUFFERS, BLOCK, HEAD, LIST, GROUPS, TOPK = 10, 2, 256, 128, 16, 4, 8
@@ -82,6 +82,8 @@ class Sweep:
         read = [t for old in since for t in old.reads]
         new.sync = _touch(new.reads, wrote) or _touch(new.writes, wrote) or _touch(new.writes, read)
         last = next((old for old in reversed(self.instructions) if old.kind not in (ROUTE, LOAD_ROUTE)), None)
+        if last is not None and last.kind == KDA:
+            last = None
         if (
             last is not None
             and new.input is not None
@@ -121,7 +123,7 @@ class Sweep:
         kernel.launch(_processors(device), (WARPS + 2) * 32, args, pdl=self.pdl)
 
     def __str__(self) -> str:
-        names = ("product", "route", "load", "up", "down")
+        names = ("product", "route", "load", "up", "down", "kda")
         return " ".join(f"{'|' if i.sync else ''}{names[i.kind]}[{i.fields.get('n', '')}]" for i in self.instructions)
 
 
@@ -205,9 +207,10 @@ def route(
 ) -> Instruction:  # fmt: skip
     """The choice of experts; see ops.router.reference. logits stay as they are."""
     experts, topk = bias.shape[0], ids.shape[1]
-    per = -(-experts // 32)
-    lanes = experts // groups / per
-    assert topk <= TOPK and per <= 16 and (groups == 1 or (lanes >= 1 and lanes == 2 ** int(lanes).bit_length() // 2))
+    per = 4 if experts <= 128 else 8 if experts <= 256 else 16  # experts of a lane
+    lanes, rest = divmod(experts // groups, per)
+    assert topk <= TOPK and experts <= 512, "a choice is of at most 8 among 512"
+    assert groups == 1 or (not rest and lanes and not lanes & (lanes - 1)), "a group is a power of two of lanes"
     fields = {
         "ids": ids, "weights": weights, "logits": logits, "bias": bias, "x_stride": logits.stride(0),
         "experts": experts, "topk": topk, "groups": groups, "top_groups": top_groups, "renormalize": int(renormalize),
@@ -250,6 +253,24 @@ def down(out: Tensor, act: Tensor, w: Tensor, shared: tuple[Tensor, Weight] | No
     return Instruction(kind=DOWN, fields=fields, reads=reads, writes=[out])
 
 
+def kda(
+    out: Tensor, proj: Tensor, f: Tensor, b: Tensor, window: Tensor, conv: Tensor, a: Tensor, dt_bias: Tensor,
+    states: Tensor, current: Tensor, law: str, lower_bound: float, eps: float,
+) -> Instruction:  # fmt: skip
+    """One step of a layer's recurrence; see kda_triton.step, whose arguments these are. Heads of 128 by 128, 4 taps."""
+    slots, heads, key, value = states.shape
+    assert key == value == HEAD and conv.shape[0] == 4
+    fields = {
+        "w": conv, "x": proj, "out": out, "norm": a, "gate": f, "w2": window, "x2": b, "ids": current,
+        "weights": states, "bias": dt_bias, "n": heads, "k": conv.shape[1], "x_stride": proj.stride(0),
+        "x2_stride": window.stride(0), "out_stride": out.stride(0), "gate_stride": f.stride(0),
+        "slot_stride": states.stride(0), "experts": slots, "groups": int(law == "bounded"), "eps": eps,
+        "scaling": lower_bound, "limit": key**-0.5,
+    }  # fmt: skip
+    assert b.stride(0) == proj.stride(0), "beta lies beside the other projections"
+    return Instruction(kind=KDA, fields=fields, reads=[proj, f, b, window, states], writes=[out, window, states])
+
+
 # -- from a tape -------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +307,9 @@ class _Fuser:
                 self._put(item.args[0].shape[0], route(*item.args))
             elif item.op == "moe":
                 at += self._moe(item, following)
+            elif item.op == "kda.step" and item.args[8].shape[2:] == (HEAD, HEAD):
+                out, proj, f, b, window, conv, a, dt_bias, states, current, _, *law = item.args
+                self._put(proj.shape[0], kda(out, proj, f, b, window, conv, a, dt_bias, states, current, *law))
             else:
                 self._close()
                 self.made.append(item)
