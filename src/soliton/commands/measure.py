@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--repeats {args.repeats}: at least 1 is needed")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
-    from ..measure.step import as_table, document, measure_step, simulated
+    from ..measure.step import as_table, measure_step, simulated
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
@@ -51,5 +51,5 @@ def run(args: argparse.Namespace) -> int:
         report = simulated(report, args.simulate_accept)
     if not args.json:
         common.table("a step", (), as_table(report))
-    print(json.dumps(document(report)))
+    print(json.dumps(report))
     return 0

@@ -8,7 +8,6 @@ bytes over the read bandwidth measured in the same run.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import statistics
@@ -394,8 +393,3 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
     if r["simulated"]:
         rows.append(("SIMULATED", f"accept length {r['accept_length']:g} gives {r['tpot_us']:.1f} µs a token"))
     return rows
-
-
-def document(report: dict[str, Any]) -> dict[str, Any]:
-    """A report as one JSON line holds it."""
-    return {k: (dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v) for k, v in report.items()}  # type: ignore[arg-type]
