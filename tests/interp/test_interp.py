@@ -134,3 +134,137 @@ def test_marks(length: int, taken: int, copies: bool) -> None:
     kernels.mark(marks, states, windows, boundary, *scalars, 512, pdl=False)
     for mark, source in zip(marks, (states[2], windows[:3], boundary), strict=True):
         assert torch.equal(mark, source if copies else torch.zeros_like(source))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_processors(seed: int) -> None:
+    from soliton.ops import verdict_triton as kernels
+    from soliton.sampling import penalties
+
+    torch.manual_seed(seed)
+    rows, vocab = 4, 90
+    logits, drafts = torch.randn(rows, vocab + 6), torch.randint(0, vocab, (rows - 1,))
+    counts, seen = torch.randint(0, 2, (vocab,), dtype=torch.int32), torch.rand(vocab) < 0.3
+    bias = torch.where(torch.rand(vocab) < 0.1, torch.randn(vocab), 0.0)
+    values = [torch.tensor([v]) for v in (0.5, -0.3, 1.4)]
+    generated, least, stops = torch.tensor([3]), torch.tensor([5]), torch.rand(vocab) < 0.2
+    want = penalties.process(
+        logits[:, :vocab], counts=counts, prompt_seen=seen, bias=bias, presence=values[0], frequency=values[1],
+        repetition=values[2], generated=generated, min_tokens=least, stop_mask=stops, draft_tokens=drafts,
+    )  # fmt: skip
+    out = torch.full((rows, vocab), float("nan"))
+    given = (counts, seen, bias, *values, generated, least, stops)
+    kernels.process(out, logits, *given, drafts, torch.tensor([rows]), 0, pdl=False)
+    assert torch.equal(out, want)
+    one = torch.full((1, vocab), float("nan"))
+    kernels.process(one, logits[2:3], *given, drafts[:0], torch.tensor([1]), 2, pdl=False)
+    alone = penalties.process(
+        logits[2:3, :vocab], counts=counts, prompt_seen=seen, bias=bias, presence=values[0], frequency=values[1],
+        repetition=values[2], generated=generated + 2, min_tokens=least, stop_mask=stops, draft_tokens=drafts[:0],
+    )  # fmt: skip
+    assert torch.equal(one, alone)
+
+
+def test_between_the_forwards_of_a_chain() -> None:
+    from soliton.ops import verdict_triton as kernels
+    from soliton.speculation import nextn
+
+    r = relay(5, 70)
+    r.tokens.copy_(torch.tensor([4, 9, 2, 7, 1]))
+    r.length.fill_(33)
+    r.new_tokens.copy_(torch.tensor([9, 2, -1, -1, -1]))
+    turn = torch.randn(64, 2, 2)
+    made = [torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)]
+    want = [t.clone() for t in made]
+    nextn._draft_row(*want, r, turn, 3)
+    kernels.draft_row(*made, r.tokens, r.length, turn, 3, pdl=False)
+    assert all(torch.equal(a, b) for a, b in zip(made, want, strict=True))
+    out = torch.randn(5, 16)
+    for taken in (0, 2):
+        r.taken.fill_(taken)
+        ids, live, wanted, least = (torch.zeros(n, dtype=torch.int64) for n in (5, 1, 5, 1))
+        kernels.extend_rows(ids, live, r.new_tokens, r.taken, pdl=False)
+        nextn._extend_rows(wanted, least, r)
+        assert torch.equal(ids, wanted) and int(live) == taken
+        other = relay(5, 70)
+        other.taken.fill_(taken)
+        nextn._keep_seed(other, out)
+        kernels.keep_seed(r.seed, r.drafted, out, r.taken, pdl=False)
+        assert torch.equal(r.seed, other.seed) and torch.equal(r.drafted, other.drafted)
+    logits = torch.randint(0, 4, (2, 76)).float()
+    values, indices = torch.zeros(1, kernels.SPLITS), torch.zeros(1, kernels.SPLITS, dtype=torch.int32)
+    kernels.choose(r.tokens, values, indices, logits, torch.tensor([1]), 2, 70, pdl=False)
+    assert int(r.tokens[2]) == int(logits[0, :70].argmax())
+
+
+@pytest.mark.parametrize("style", ["smooth", "ties", "peak"])
+@pytest.mark.parametrize("sets", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (20, 0.5, 0.05), (300, 0.1, 0.0)])
+def test_law(style: str, sets: tuple[int, float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sets as sampling.law, ties and all, and the same probabilities."""
+    from soliton.ops import sampling_triton as kernels
+    from soliton.sampling import law
+
+    monkeypatch.setattr(kernels, "CHUNK", 64)
+    torch.manual_seed(sets[0])
+    rows, vocab = 2, 130
+    logits = torch.randn(rows, vocab + 5) * 3 if style != "ties" else torch.randint(-3, 4, (rows, vocab + 5)).float()
+    if style == "peak":
+        logits[:, 17] += 20
+    logits[1, 3] = float("-inf")
+    heat, k, p, least = (torch.tensor([v]) for v in (0.6, *sets))
+    made, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
+    space.hits.fill_(7)
+    kernels.distribution(made, space, logits, heat, k, p, least, torch.tensor([rows]), vocab, pdl=False)
+    want = law.distribution(logits[:, :vocab], heat, k, p, least)
+    total = made.total.double() * 2.0 ** -kernels.mass_bits(vocab)
+    got = (made.weights.double() / total.unsqueeze(1)).float()
+    assert torch.equal(got > 0, want > 0)
+    close(got, want)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts drawn and judged as sampling.law and sampling.accept do with the same numbers."""
+    from soliton.ops import sampling_triton as kernels
+    from soliton.sampling import law, philox
+
+    monkeypatch.setattr(kernels, "CHUNK", 64)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    rows, vocab = draw.choice([2, 4]), 100
+    a = relay(rows, vocab)
+    a.length.fill_(draw.choice([3, 510]))
+    a.limit.fill_(50)
+    a.rows.fill_(rows)
+    a.generator_seed.fill_(draw.randrange(1 << 40))
+    a.positions.copy_(torch.arange(rows) + a.length)
+    target = torch.randn(rows, vocab) * 2
+    draft = target[: rows - 1] + torch.randn(rows - 1, vocab) * draw.choice([0.3, 2.0])
+    sets = tuple(torch.tensor([v]) for v in (1.0, draw.choice([0, 10]), 0.9, 0.0))
+    ours, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
+    kernels.distribution(ours, space, target, *sets, torch.tensor([rows]), vocab, pdl=False)
+    theirs, small = kernels.Law.allocate(rows - 1, vocab, CPU), kernels.Space.allocate(1, vocab, CPU)
+    q = law.distribution(draft, *sets)
+    for j in range(rows - 1):
+        part = slice(j, j + 1)
+        one = kernels.Law(theirs.weights[part], theirs.masses[part], theirs.total[part])
+        kernels.distribution(one, small, draft[part], *sets, torch.tensor([1]), vocab, pdl=False)
+        kernels.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT, pdl=False)
+        u = philox.uniform(a.generator_seed, a.length + j + 1, philox.STREAM_DRAFT)
+        assert int(a.tokens[j + 1]) == int(law.pick(q[part], u))
+    b = relay(rows, vocab)
+    for name, tensor in a.tensors().items():
+        getattr(b, name).copy_(tensor)
+    uniforms = [
+        philox.uniform(a.generator_seed, a.positions + 1, s) for s in (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
+    ]
+    verdict = accept.sampled_chain(law.distribution(target, *sets), q, a.tokens[1:], a.rows, *uniforms)
+    a.new_tokens.copy_(verdict.tokens)
+    verify._cut(a, torch.minimum(verdict.n_accepted + 1, ROLLING - a.length % ROLLING))
+    scratch, rest = torch.zeros(2, dtype=torch.int64), torch.zeros(ours.masses.shape[1], dtype=torch.int64)
+    state = (b.new_tokens, b.taken, b.reason, b.anchor, b.length, b.generated, b.stopped)
+    given = (b.tokens, b.positions, b.rows, b.generator_seed, b.limit, b.stop_mask)
+    streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
+    kernels.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING, pdl=False)
+    for name in a.tensors():
+        assert torch.equal(getattr(a, name), getattr(b, name)), name

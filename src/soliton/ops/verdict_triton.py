@@ -64,6 +64,33 @@ def _best(values, indices, logits, live, ld, V, CHUNK: tl.constexpr, SPLITS: tl.
 
 
 @triton.jit
+def _close(
+    new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, i, draft, accepted,
+    final, COUNT: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The end of any verdict: ``accepted`` of the drafts draft[i] and ``final`` behind them, cut at the first event."""
+    new = tl.where(i < accepted, draft, tl.where(i == accepted, final, -1))
+    at, made, running = tl.load(length), tl.load(generated), 1 - tl.load(stopped)
+    offered = tl.minimum((accepted + 1).to(tl.int64), rolling - at % rolling)
+    stops = tl.load(stop_mask + tl.maximum(new, 0), mask=i < COUNT, other=0) != 0
+    event = (stops | (made + i + 1 >= tl.load(limit))) & (i < offered)
+    first = tl.min(tl.where(event, i, ROWS), axis=0)
+    found = first < ROWS
+    taken = tl.where(found, (first + 1).to(tl.int64), offered) * running
+    stopping = tl.max(tl.where((i == first) & stops, 1, 0), axis=0)
+    code = tl.where(found, tl.where(stopping == 1, 1, 2), 0).to(tl.int64) * running
+    new = tl.where(i < taken, new, -1)
+    tl.store(new_tokens + i, new.to(tl.int64), mask=i < COUNT)
+    last = tl.sum(tl.where(i == taken - 1, new, 0), axis=0).to(tl.int64)
+    tl.store(anchor, tl.where(taken > 0, last, tl.load(anchor)))
+    tl.store(taken_to, taken)
+    tl.store(reason, code)
+    tl.store(length, at + taken)
+    tl.store(generated, made + taken)
+    tl.store(stopped, tl.maximum(1 - running, (code > 0).to(tl.int64)))
+
+
+@triton.jit
 def _greedy(
     values, indices, new_tokens, taken_to, reason, anchor, length, generated, stopped, tokens, rows, limit, stop_mask,
     V, rolling, COUNT: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -84,25 +111,10 @@ def _greedy(
     match = (draft == best) & (i < live - 1)
     accepted = tl.min(tl.where(match, ROWS, i), axis=0)
     final = tl.sum(tl.where(i == accepted, best, 0), axis=0)
-    new = tl.where(i < accepted, draft, tl.where(i == accepted, final, -1))
-    at, made, running = tl.load(length), tl.load(generated), 1 - tl.load(stopped)
-    offered = tl.minimum((accepted + 1).to(tl.int64), rolling - at % rolling)
-    stops = tl.load(stop_mask + tl.maximum(new, 0), mask=i < COUNT, other=0) != 0
-    event = (stops | (made + i + 1 >= tl.load(limit))) & (i < offered)
-    first = tl.min(tl.where(event, i, ROWS), axis=0)
-    found = first < ROWS
-    taken = tl.where(found, (first + 1).to(tl.int64), offered) * running
-    stopping = tl.max(tl.where((i == first) & stops, 1, 0), axis=0)
-    code = tl.where(found, tl.where(stopping == 1, 1, 2), 0).to(tl.int64) * running
-    new = tl.where(i < taken, new, -1)
-    tl.store(new_tokens + i, new.to(tl.int64), mask=i < COUNT)
-    last = tl.sum(tl.where(i == taken - 1, new, 0), axis=0).to(tl.int64)
-    tl.store(anchor, tl.where(taken > 0, last, tl.load(anchor)))
-    tl.store(taken_to, taken)
-    tl.store(reason, code)
-    tl.store(length, at + taken)
-    tl.store(generated, made + taken)
-    tl.store(stopped, tl.maximum(1 - running, (code > 0).to(tl.int64)))
+    _close(
+        new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, i, draft, accepted,
+        final, COUNT, ROWS,
+    )  # fmt: skip
 
 
 def greedy(
@@ -177,3 +189,144 @@ def publish(
         ring_tokens, ring_meta, new_tokens, taken, reason, length, rows, step, slots, COUNT=count,
         ROWS=max(2, triton.next_power_of_2(count)), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
+
+
+# -- between the forwards of a chain -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _choose(tokens, values, indices, place, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.arange(0, SPLITS)
+    value, index = tl.load(values + part), tl.load(indices + part)
+    best = tl.min(tl.where(value == tl.max(value, axis=0), index, 2147483647), axis=0)
+    tl.store(tokens + place, best.to(tl.int64))
+
+
+def choose(
+    tokens: Tensor, values: Tensor, indices: Tensor, logits: Tensor, one: Tensor, place: int, vocab: int, *,
+    pdl: bool = True,
+) -> None:  # fmt: skip
+    """tokens[place] = the likeliest of logits[0], the lower index of equals. one: int64 [1], 1; values, indices:
+    scratch [1, SPLITS]."""
+    chunk = triton.next_power_of_2(triton.cdiv(vocab, SPLITS))
+    _best[(1, SPLITS)](
+        values, indices, logits, one, logits.stride(0), vocab, CHUNK=chunk, SPLITS=SPLITS, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    _choose[(1,)](tokens, values, indices, place, SPLITS=SPLITS, PDL=pdl, num_warps=1, launch_pdl=pdl)
+
+
+@triton.jit
+def _process(
+    out, logits, counts, prompt_seen, bias, presence, frequency, repetition, generated, min_tokens, stop_mask, tokens,
+    live, offset, V, ld, DRAFTS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < V
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if row < tl.load(live):
+        x = tl.load(logits + row * ld + at, mask=inside, other=0.0)
+        count = tl.load(counts + at, mask=inside, other=0)
+        for i in tl.static_range(DRAFTS):
+            count += ((i < row) & (tl.load(tokens + i) == at)).to(tl.int32)
+        made = count > 0
+        seen = made | (tl.load(prompt_seen + at, mask=inside, other=0) != 0)
+        again = tl.load(repetition)
+        value = tl.where(seen, tl.where(x > 0, x / again, x * again), x)
+        lowered = value - tl.load(frequency) * count.to(tl.float32) - tl.load(presence)
+        value = tl.where(made, lowered, value)
+        more = tl.load(bias + at, mask=inside, other=0.0)
+        value = tl.where(more != 0, value + more, value)
+        early = tl.load(generated) + row + offset < tl.load(min_tokens)
+        ends = tl.load(stop_mask + at, mask=inside, other=0) != 0
+        value = tl.where(ends & (tl.zeros_like(at) + early.to(tl.int32) > 0), float("-inf"), value)
+        tl.store(out + row * V + at, value, mask=inside)
+
+
+def process(
+    out: Tensor, logits: Tensor, counts: Tensor, prompt_seen: Tensor, bias: Tensor, presence: Tensor,
+    frequency: Tensor, repetition: Tensor, generated: Tensor, min_tokens: Tensor, stop_mask: Tensor, tokens: Tensor,
+    live: Tensor, offset: int, *, pdl: bool = True,
+) -> None:  # fmt: skip
+    """out[R, V] float32: the processors of sampling.penalties.process on logits[R, >= V]. tokens: the drafts, row i
+    sees the first i; offset: added to ``generated``, for a row that stands behind others."""
+    rows, vocab = out.shape
+    _process[(rows, triton.cdiv(vocab, 2048))](
+        out, logits, counts, prompt_seen.view(torch.uint8), bias, presence, frequency, repetition, generated,
+        min_tokens, stop_mask.view(torch.uint8), tokens, live, offset, vocab, logits.stride(0),
+        DRAFTS=min(tokens.shape[0], rows - 1), CHUNK=2048, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chain_row(
+    ids, positions, turned, tokens, length, turn, j, WIDTH: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.load(length) + (j - 1)
+    tl.store(ids + row, tl.load(tokens + j))
+    tl.store(positions + row, place)
+    if TURNED:
+        at = tl.arange(0, WIDTH)
+        tl.store(turned + row * WIDTH + at, tl.load(turn + place * WIDTH + at))
+
+
+def draft_row(
+    ids: Tensor, positions: Tensor, turned: Tensor | None, tokens: Tensor, length: Tensor, turn: Tensor | None, j: int,
+    *, pdl: bool = True,
+) -> None:  # fmt: skip
+    """Inputs of the chain's forward j, one row twice: draft j at position length + j - 1."""
+    width = turn.shape[1] * 2 if turn is not None else 1
+    _chain_row[(2,)](
+        ids, positions, turned if turned is not None else ids, tokens, length, turn if turn is not None else ids, j,
+        WIDTH=width, TURNED=turn is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _extend(ids, live, new_tokens, taken, COUNT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr):
+    i = tl.arange(0, ROWS)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    tl.store(ids + i, tl.maximum(tl.load(new_tokens + i, mask=i < COUNT, other=0), 0), mask=i < COUNT)
+    tl.store(live, tl.load(taken))
+
+
+def extend_rows(ids: Tensor, live: Tensor, new_tokens: Tensor, taken: Tensor, *, pdl: bool = True) -> None:
+    """ids[R] = the new tokens, 0 behind them; live = how many: none in a frozen step."""
+    count = ids.shape[0]
+    _extend[(1,)](
+        ids, live, new_tokens, taken, COUNT=count, ROWS=max(2, triton.next_power_of_2(count)), PDL=pdl, num_warps=1,
+        launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _seed(seed, drafted, out, taken, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.load(taken) - 1
+    if row >= 0:
+        value = tl.load(out + row * H + at, mask=at < H)
+        tl.store(seed + at, value, mask=at < H)
+        tl.store(seed + H + at, value, mask=at < H)
+        if tl.program_id(0) == 0:
+            tl.store(drafted, row * 0 + 1)
+
+
+def keep_seed(seed: Tensor, drafted: Tensor, out: Tensor, taken: Tensor, *, pdl: bool = True) -> None:
+    """seed[2, H] = the last committed row of the MTP's out[R, H], twice, and drafted = 1; taken 0 leaves both."""
+    wide = out.shape[1]
+    _seed[(triton.cdiv(wide, 1024),)](seed, drafted, out, taken, wide, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)

@@ -18,7 +18,8 @@ from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
 from ..ops.tape import Tape
 from ..sampling import accept, law, penalties, philox
-from .verify import Mode
+from .verify import Laws, Mode, processors
+from .verify import kernels as verify_kernels
 
 if TYPE_CHECKING:
     from ..step.relay import Relay
@@ -33,6 +34,7 @@ def record_draft(
     mode: Mode,
     turn: Tensor | None,
     drafts: int,
+    laws: Laws | None = None,
 ) -> Tensor:
     """tokens[2:] and their laws: drafts - 1 forwards of one row (held twice), each fed by the one before.
 
@@ -44,16 +46,28 @@ def record_draft(
         ids = tape.new(2, dtype=torch.int64)
         positions = tape.new(2, dtype=torch.int64)
         turned = tape.new(2, *turn.shape[1:], dtype=torch.float32) if turn is not None else None
-        tape.do("draft.row", _draft_row, ids, positions, turned, relay, turn, j)
+        if tape.fused:
+            place = (relay.tokens, relay.length, turn, j)
+            tape.do("draft.row", verify_kernels().draft_row, ids, positions, turned, *place)
+        else:
+            tape.do("draft.row", _draft_row, ids, positions, turned, relay, turn, j)
         rows = Rows(positions=positions, live=one, turn=turned, decode=True)
         hidden = mtp(tape, w, spec, ids, hidden, cache, rows)
         logits = tape.new(2, w.head.padded, dtype=torch.float32)
         tape.call("linear", logits, hidden, w.head)
-        tape.do("draft.pick", _pick, relay, mode, logits, spec.vocab, j)
+        record_pick(tape, relay, mode, logits, spec.vocab, j, one, laws)
     return one
 
 
-def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, relay: Relay, mode: Mode) -> Tensor:
+def record_extend(
+    tape: Tape,
+    w: ModelWeights,
+    spec: ModelSpec,
+    cache: Tensor,
+    relay: Relay,
+    mode: Mode,
+    laws: Laws | None = None,
+) -> Tensor:
     """Entries of the verified rows from the target's hidden states; the next step's first draft, law and seed.
 
     Rows beyond the accepted ones write entries past the committed length, which the next chain overwrites.
@@ -61,14 +75,48 @@ def record_extend(tape: Tape, w: ModelWeights, spec: ModelSpec, cache: Tensor, r
     """
     ids = tape.new(*relay.tokens.shape, dtype=torch.int64)
     live = tape.new(1, dtype=torch.int64)
-    tape.do("extend.rows", _extend_rows, ids, live, relay)
+    one = torch.ones(1, dtype=torch.int64, device=tape.device)
+    if tape.fused:
+        tape.do("extend.rows", verify_kernels().extend_rows, ids, live, relay.new_tokens, relay.taken)
+    else:
+        tape.do("extend.rows", _extend_rows, ids, live, relay)
     rows = Rows(positions=relay.positions, live=live, turn=relay.turn, decode=True)
     out = mtp(tape, w, spec, ids, relay.hidden, cache, rows)
-    tape.do("extend.seed", _keep_seed, relay, out)
+    if tape.fused:
+        tape.do("extend.seed", verify_kernels().keep_seed, relay.seed, relay.drafted, out, relay.taken)
+    else:
+        tape.do("extend.seed", _keep_seed, relay, out)
     logits = tape.new(2, w.head.padded, dtype=torch.float32)
     tape.call("linear", logits, relay.seed, w.head)
-    tape.do("extend.pick", _pick, relay, mode, logits, spec.vocab, 0)
+    record_pick(tape, relay, mode, logits, spec.vocab, 0, one, laws)
     return live
+
+
+def record_pick(
+    tape: Tape, relay: Relay, mode: Mode, logits: Tensor, vocab: int, j: int, one: Tensor, laws: Laws | None
+) -> None:
+    """Draft number j (0-based) from logits[0] into tokens[j + 1], its law kept for the verdict. one: int64 [1], 1."""
+    if not tape.fused:
+        tape.do("draft.pick", _pick, relay, mode, logits, vocab, j)
+        return
+    kernels = verify_kernels()
+    if mode.processors:
+        tape.do("draft.counts", _draft_counts, relay, j)
+        processed = tape.new(1, vocab, dtype=torch.float32)
+        given = (relay.draft_counts, *processors(relay)[1:])
+        tape.do("draft.process", kernels.process, processed, logits, *given, relay.tokens[:0], one, j)
+        logits = processed
+    if mode.sampled:
+        assert laws is not None
+        law = laws.draft(j)
+        sets = (relay.temperature, relay.top_k, relay.top_p, relay.min_p)
+        tape.do("draft.law", laws.kernels.distribution, law, laws.draft_space, logits, *sets, one, vocab)
+        given = (relay.length, relay.generator_seed, j + 1, philox.STREAM_DRAFT)
+        tape.do("draft.pick", laws.kernels.draft, relay.tokens, law, *given)
+    else:
+        values = tape.new(1, kernels.SPLITS, dtype=torch.float32)
+        indices = tape.new(1, kernels.SPLITS, dtype=torch.int32)
+        tape.do("draft.pick", kernels.choose, relay.tokens, values, indices, logits, one, j + 1, vocab)
 
 
 def _draft_row(
@@ -100,10 +148,7 @@ def _pick(relay: Relay, mode: Mode, logits: Tensor, vocab: int, j: int) -> None:
     """
     row = logits[:1, :vocab]
     if mode.processors:
-        if j == 0:
-            relay.draft_counts.copy_(relay.counts)
-        else:
-            penalties.commit_counts(relay.draft_counts, relay.tokens[j : j + 1], relay.taken * 0)
+        _draft_counts(relay, j)
         row = penalties.process(
             row,
             counts=relay.draft_counts,
@@ -126,3 +171,11 @@ def _pick(relay: Relay, mode: Mode, logits: Tensor, vocab: int, j: int) -> None:
         )
     else:
         relay.tokens[j + 1 : j + 2].copy_(accept.argmax_lowest(row))
+
+
+def _draft_counts(relay: Relay, j: int) -> None:
+    """Counts as they stand after the drafts before number j."""
+    if j == 0:
+        relay.draft_counts.copy_(relay.counts)
+    else:
+        penalties.commit_counts(relay.draft_counts, relay.tokens[j : j + 1], relay.taken * 0)

@@ -37,14 +37,39 @@ class Mode:
 def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) -> None:
     """Positions, first token, live rows and rotations of the coming step, from the relay's length and flags."""
     if tape.fused:
-        r, kernels = relay, _kernels()
+        r, found = relay, kernels()
         into = (r.tokens, r.positions, r.rows, r.turn)
-        tape.do("refill", kernels.refill, *into, r.anchor, r.length, r.drafted, r.stopped, turn, drafts)
+        tape.do("refill", found.refill, *into, r.anchor, r.length, r.drafted, r.stopped, turn, drafts)
     else:
         tape.do("refill", _refill, relay, turn, drafts)
 
 
-def _kernels() -> Any:
+@dataclass(frozen=True)
+class Laws:
+    """Laws of a sampled step on a GPU: of the verified rows, of the drafts (None without), and scratch for both.
+    kernels: soliton.ops.sampling_triton, whose Law and Space these are."""
+
+    kernels: Any
+    target: Any
+    space: Any
+    drafts: Any
+    draft_space: Any
+
+    @classmethod
+    def allocate(cls, rows: int, drafts: int, vocab: int, device: torch.device) -> Laws:
+        """All of it, zeroed."""
+        kernels = importlib.import_module("soliton.ops.sampling_triton")
+        law, space = kernels.Law.allocate, kernels.Space.allocate
+        some = law(drafts, vocab, device) if drafts else None
+        return cls(kernels, law(rows, vocab, device), space(rows, vocab, device), some, space(1, vocab, device))
+
+    def draft(self, j: int) -> Any:
+        """The law of draft j alone."""
+        part = slice(j, j + 1)
+        return self.kernels.Law(self.drafts.weights[part], self.drafts.masses[part], self.drafts.total[part])
+
+
+def kernels() -> Any:
     """The step's small parts as kernels; they import triton, which only a GPU's machine has."""
     return importlib.import_module("soliton.ops.verdict_triton")
 
@@ -66,30 +91,61 @@ def record_forward(tape: Tape, w: ModelWeights, spec: ModelSpec, memory: Memory,
     tape.call("linear", relay.logits, hidden, w.head)
 
 
-def record_verdict(tape: Tape, relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
-    """What is accepted, where the answer ends, what the next step starts from."""
-    if tape.fused and not mode.sampled and not mode.processors:
-        r, kernels = relay, _kernels()
-        values = tape.new(r.tokens.shape[0], kernels.SPLITS, dtype=torch.float32)
-        indices = tape.new(r.tokens.shape[0], kernels.SPLITS, dtype=torch.int32)
-        state = (r.new_tokens, r.taken, r.reason, r.anchor, r.length, r.generated, r.stopped)
-        given = (r.tokens, r.rows, r.limit, r.stop_mask, vocab, ROLLING)
-        tape.do("verdict", kernels.greedy, values, indices, r.logits, *state, *given)
+def record_verdict(tape: Tape, relay: Relay, mode: Mode, vocab: int, drafts: int, laws: Laws | None = None) -> None:
+    """What is accepted, where the answer ends, what the next step starts from. laws: on a GPU, the drafts' and ours."""
+    if tape.fused:
+        _record_kernels(tape, relay, mode, vocab, laws)
     else:
         tape.do("verdict", _verdict, relay, mode, vocab, drafts)
 
 
+def _record_kernels(tape: Tape, relay: Relay, mode: Mode, vocab: int, laws: Laws | None) -> None:
+    r, found, count = relay, kernels(), relay.tokens.shape[0]
+    logits, state = r.logits, (r.new_tokens, r.taken, r.reason, r.anchor, r.length, r.generated, r.stopped)
+    if mode.processors:
+        logits = tape.new(count, vocab, dtype=torch.float32)
+        tape.do("process", found.process, logits, r.logits, *processors(r), r.tokens[1:], r.rows, 0)
+    if mode.sampled:
+        assert laws is not None
+        scratch, rest = tape.new(2, dtype=torch.int64), tape.new(laws.target.masses.shape[1], dtype=torch.int64)
+        sets = (r.temperature, r.top_k, r.top_p, r.min_p)
+        tape.do("law", laws.kernels.distribution, laws.target, laws.space, logits, *sets, r.rows, vocab)
+        given = (r.tokens, r.positions, r.rows, r.generator_seed, r.limit, r.stop_mask)
+        streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
+        tape.do(
+            "verdict", laws.kernels.sampled, scratch, rest, laws.target, laws.drafts, *state, *given, streams, ROLLING
+        )
+    else:
+        values = tape.new(count, found.SPLITS, dtype=torch.float32)
+        indices = tape.new(count, found.SPLITS, dtype=torch.int32)
+        given = (r.tokens, r.rows, r.limit, r.stop_mask)
+        tape.do("verdict", found.greedy, values, indices, logits, *state, *given, vocab, ROLLING)
+    if mode.processors:
+        tape.do("counts", _count_new, r)
+        tape.do("log", _log, r, r.logits[:, :vocab])
+
+
+def processors(r: Relay) -> tuple[Tensor, ...]:
+    """What penalties and the rest of the processors look at, in the order in which kernels take it."""
+    values = (r.presence, r.frequency, r.repetition, r.generated, r.min_tokens)
+    return (r.counts, r.prompt_seen, r.bias, *values, r.stop_mask)
+
+
+def _count_new(relay: Relay) -> None:
+    penalties.commit_counts(relay.counts, relay.new_tokens, relay.taken - 1)
+
+
 def record_commit(tape: Tape, relay: Relay, boundary: Tensor) -> None:
     """The boundary hidden of what is committed; states and windows are kda.commit's."""
-    commit = _kernels().commit_boundary if tape.fused else commit_boundary
+    commit = kernels().commit_boundary if tape.fused else commit_boundary
     tape.do("boundary", commit, boundary, relay.hidden, relay.taken)
 
 
 def record_mark(tape: Tape, relay: Relay, stream: Stream) -> None:
     """On a GPU: copies of the committed state at multiples of ROLLING."""
-    kernels, none = importlib.import_module("soliton.ops.kda_triton"), tape.new(1, dtype=torch.int64)
+    found, none = importlib.import_module("soliton.ops.kda_triton"), tape.new(1, dtype=torch.int64)
     given = (stream.states, stream.windows, stream.boundary, relay.length, relay.taken, stream.current, none)
-    tape.do("mark", kernels.mark, stream.marks, *given, ROLLING)
+    tape.do("mark", found.mark, stream.marks, *given, ROLLING)
 
 
 def record_publish(tape: Tape, relay: Relay) -> None:
@@ -97,7 +153,7 @@ def record_publish(tape: Tape, relay: Relay) -> None:
     if tape.fused:
         r = relay
         given = (r.new_tokens, r.taken, r.reason, r.length, r.rows, r.step)
-        tape.do("publish", _kernels().publish, r.ring_tokens, r.ring_meta, *given)
+        tape.do("publish", kernels().publish, r.ring_tokens, r.ring_meta, *given)
     else:
         tape.do("publish", publish, relay)
 

@@ -88,19 +88,22 @@ def build(parts: Parts) -> dict[Mode, Program]:
     publish = parts.tape()
     verify.record_publish(publish, relay)
 
+    laws = None
+    if parts.device.type == "cuda":
+        laws = verify.Laws.allocate(relay.tokens.shape[0], parts.verify, parts.spec.vocab, parts.device)
     programs = {}
     for mode in MODES:
         verdict = parts.tape()
-        verify.record_verdict(verdict, relay, mode, parts.spec.vocab, parts.drafts)
+        verify.record_verdict(verdict, relay, mode, parts.spec.vocab, parts.drafts, laws)
         phases = [Phase("refill", refill)]
         if parts.drafts:
             draft, extend = parts.tape(), parts.tape()
             assert stream.draft_kv is not None
             one = nextn.record_draft(
-                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts
+                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts, laws
             )
             draft.finish(one)
-            extend.finish(nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode))
+            extend.finish(nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode, laws))
             phases.append(Phase("draft", draft, guard=relay.drafted))
         phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]
         if parts.drafts:
