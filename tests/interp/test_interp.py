@@ -225,10 +225,12 @@ def test_law(style: str, sets: tuple[int, float, float], monkeypatch: pytest.Mon
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn and judged as sampling.law and sampling.accept do with the same numbers."""
+    from soliton.ops import draws_triton as draws
     from soliton.ops import sampling_triton as kernels
     from soliton.sampling import law, philox
 
     monkeypatch.setattr(kernels, "CHUNK", 64)
+    monkeypatch.setattr(draws, "CHUNK", 64)
     draw = random.Random(seed)
     torch.manual_seed(seed)
     rows, vocab = draw.choice([2, 4]), 100
@@ -249,7 +251,7 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         part = slice(j, j + 1)
         one = kernels.Law(theirs.weights[part], theirs.masses[part], theirs.total[part])
         kernels.distribution(one, small, draft[part], *sets, torch.tensor([1]), vocab, pdl=False)
-        kernels.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT, pdl=False)
+        draws.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT, pdl=False)
         u = philox.uniform(a.generator_seed, a.length + j + 1, philox.STREAM_DRAFT)
         assert int(a.tokens[j + 1]) == int(law.pick(q[part], u))
     b = relay(rows, vocab)
@@ -265,6 +267,6 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     state = (b.new_tokens, b.taken, b.reason, b.anchor, b.length, b.generated, b.stopped)
     given = (b.tokens, b.positions, b.rows, b.generator_seed, b.limit, b.stop_mask)
     streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
-    kernels.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING, pdl=False)
+    draws.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING, pdl=False)
     for name in a.tensors():
         assert torch.equal(getattr(a, name), getattr(b, name)), name

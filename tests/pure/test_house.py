@@ -17,7 +17,7 @@ from soliton.config import EngineConfig, add_arguments, settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "soliton"
-CEILING = 12_000
+CEILING = 15_000
 LONG = 400
 
 # The public surface. A change here is a change for users: say so in the log.
@@ -172,13 +172,16 @@ class TestImports:
             for node in early_imports(ast.parse(path.read_text(encoding="utf-8")))
             if any(module.split(".")[0] == "triton" for module in modules_of(node))
         ]
-        beside = {f"ops/{op}_triton.py" for op in ("bulk", "kda", "mla", "norm", "sampling", "stream", "verdict")}
+        beside = {
+            f"ops/{op}_triton.py" for op in ("bulk", "draws", "kda", "mla", "norm", "sampling", "stream", "verdict")
+        }
         assert {place.split(":")[0] for place in early} <= beside, "a machine without triton could not import these"
 
     def test_the_kernels_modules_are_imported_by_name_only(self) -> None:
         kernels = [
             f"{name}:{node.lineno}"
             for name, path in sources().items()
+            if not name.endswith("_triton.py")
             for node in early_imports(ast.parse(path.read_text(encoding="utf-8")))
             if "_triton" in ast.dump(node)
         ]

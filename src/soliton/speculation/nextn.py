@@ -112,7 +112,7 @@ def record_pick(
         sets = (relay.temperature, relay.top_k, relay.top_p, relay.min_p)
         tape.do("draft.law", laws.kernels.distribution, law, laws.draft_space, logits, *sets, one, vocab)
         given = (relay.length, relay.generator_seed, j + 1, philox.STREAM_DRAFT)
-        tape.do("draft.pick", laws.kernels.draft, relay.tokens, law, *given)
+        tape.do("draft.pick", laws.draws.draft, relay.tokens, law, *given)
     else:
         values = tape.new(1, kernels.SPLITS, dtype=torch.float32)
         indices = tape.new(1, kernels.SPLITS, dtype=torch.int32)

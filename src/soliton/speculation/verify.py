@@ -47,9 +47,10 @@ def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) ->
 @dataclass(frozen=True)
 class Laws:
     """Laws of a sampled step on a GPU: of the verified rows, of the drafts (None without), and scratch for both.
-    kernels: soliton.ops.sampling_triton, whose Law and Space these are."""
+    kernels: soliton.ops.sampling_triton, whose Law and Space these are; draws: soliton.ops.draws_triton."""
 
     kernels: Any
+    draws: Any
     target: Any
     space: Any
     drafts: Any
@@ -61,7 +62,8 @@ class Laws:
         kernels = importlib.import_module("soliton.ops.sampling_triton")
         law, space = kernels.Law.allocate, kernels.Space.allocate
         some = law(drafts, vocab, device) if drafts else None
-        return cls(kernels, law(rows, vocab, device), space(rows, vocab, device), some, space(1, vocab, device))
+        draws = importlib.import_module("soliton.ops.draws_triton")
+        return cls(kernels, draws, law(rows, vocab, device), space(rows, vocab, device), some, space(1, vocab, device))
 
     def draft(self, j: int) -> Any:
         """The law of draft j alone."""
@@ -113,7 +115,7 @@ def _record_kernels(tape: Tape, relay: Relay, mode: Mode, vocab: int, laws: Laws
         given = (r.tokens, r.positions, r.rows, r.generator_seed, r.limit, r.stop_mask)
         streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
         tape.do(
-            "verdict", laws.kernels.sampled, scratch, rest, laws.target, laws.drafts, *state, *given, streams, ROLLING
+            "verdict", laws.draws.sampled, scratch, rest, laws.target, laws.drafts, *state, *given, streams, ROLLING
         )
     else:
         values = tape.new(count, found.SPLITS, dtype=torch.float32)

@@ -1,0 +1,192 @@
+"""Draws from a law on a GPU, and the lossless verdict on a chain of drafts. Imported only where CUDA is.
+
+Every function agrees with sampling.law, sampling.accept and sampling.philox; laws are sampling_triton's.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .sampling_triton import CHUNK, Law, _mass, mass_bits
+from .verdict_triton import _close
+
+
+@triton.jit
+def _uniform(seed, position, stream):
+    """float32 in [0, 1): sampling.philox.uniform, lane 0."""
+    mask = 0xFFFFFFFF
+    w0, w1 = (position & mask).to(tl.uint64), ((position >> 32) & mask).to(tl.uint64)
+    w2, w3 = w0 * 0 + stream, w0 * 0
+    k0, k1 = (seed & mask).to(tl.uint64), ((seed >> 32) & mask).to(tl.uint64)
+    for _ in tl.static_range(10):
+        a, b = w0 * 0xD2511F53, w2 * 0xCD9E8D57
+        w0, w1, w2, w3 = (b >> 32) ^ w1 ^ k0, b & mask, (a >> 32) ^ w3 ^ k1, a & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return (w0 >> 8).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _probability(weights, total, row, token, scale, V):
+    """float32 probability of a token under a row's law."""
+    weight = tl.load(weights + row * V + token).to(tl.float64)
+    return (weight / (tl.load(total + row).to(tl.float64) / scale)).to(tl.float32)
+
+
+@triton.jit
+def _place(masses, uniform, B, SPLITS: tl.constexpr):
+    """(part, mass before it, mass that is looked for) of a draw over the masses of B parts."""
+    part = tl.arange(0, SPLITS)
+    mass = tl.load(masses + part, mask=part < B, other=0)
+    whole = tl.sum(mass, axis=0)
+    at = (uniform.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
+    at = tl.minimum(at, whole - 1)
+    summed = tl.cumsum(mass, axis=0)
+    which = tl.sum((summed <= at).to(tl.int32), axis=0)
+    which = tl.minimum(which, B - 1)
+    return which, tl.sum(tl.where(part < which, mass, 0), axis=0), at
+
+
+@triton.jit
+def _draft(
+    tokens, weights, masses, length, seed, scale, place, stream, V, B, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    u = _uniform(tl.load(seed), tl.load(length) + place, stream)
+    which, before, at = _place(masses, u, B, SPLITS)
+    index = which * CHUNK + tl.arange(0, CHUNK)
+    mass = _mass(tl.load(weights + index, mask=index < V, other=0.0), scale)
+    passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
+    tl.store(tokens + place, tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64))
+
+
+def draft(tokens: Tensor, law: Law, length: Tensor, seed: Tensor, place: int, stream: int, *, pdl: bool = True) -> None:
+    """tokens[place] drawn from a law of one row, with the uniform of position length + place."""
+    vocab, splits = law.weights.shape[1], law.masses.shape[1]
+    _draft[(1,)](
+        tokens, law.weights, law.masses, length, seed, float(2 ** mass_bits(vocab)), place, stream, vocab, splits,
+        SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _judge(
+    verdict, weights, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.arange(0, ROWS)
+    last = tl.load(rows).to(tl.int32) - 1
+    there = i < last
+    token = tl.load(tokens + i + 1, mask=there & (i + 1 < COUNT), other=0)
+    total_p = tl.load(total + i, mask=there, other=1).to(tl.float64) / scale
+    total_q = tl.load(draft_total + i, mask=there, other=1).to(tl.float64) / scale
+    p = (tl.load(weights + i * V + token, mask=there, other=0.0).to(tl.float64) / total_p).to(tl.float32)
+    q = (tl.load(drafts + i * V + token, mask=there, other=0.0).to(tl.float64) / total_q).to(tl.float32)
+    place = tl.load(positions + i, mask=there, other=0) + 1
+    u = _uniform(tl.load(seed), place, stream)
+    good = there & (u.to(tl.float64) * q.to(tl.float64) < p.to(tl.float64))
+    accepted = tl.min(tl.where(good, ROWS, i), axis=0)
+    tl.store(verdict, accepted.to(tl.int64))
+    tl.store(verdict + 1, (accepted < last).to(tl.int64))
+
+
+@triton.jit
+def _residual(
+    rest, verdict, weights, masses, total, drafts, draft_total, rows, scale, V, B, S, CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Mass of each part of max(p - q, 0) at the first refusal, of p where nothing was refused."""
+    part = tl.program_id(0)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if tl.load(rows) > 0:
+        row = tl.load(verdict)
+        if tl.load(verdict + 1) > 0:
+            at = part * CHUNK + tl.arange(0, CHUNK)
+            left = _left(weights, total, drafts, draft_total, row, at, scale, V)
+            tl.store(rest + part, tl.sum(_mass(left, scale), axis=0))
+        else:
+            tl.store(rest + part, tl.load(masses + row * B + part))
+
+
+@triton.jit
+def _left(weights, total, drafts, draft_total, row, at, scale, V):
+    p = tl.load(weights + row * V + at, mask=at < V, other=0.0).to(tl.float64)
+    q = tl.load(drafts + row * V + at, mask=at < V, other=0.0).to(tl.float64)
+    p = (p / (tl.load(total + row).to(tl.float64) / scale)).to(tl.float32)
+    q = (q / (tl.load(draft_total + row).to(tl.float64) / scale)).to(tl.float32)
+    return tl.maximum(p.to(tl.float64) - q.to(tl.float64), 0.0)
+
+
+@triton.jit
+def _settle_verdict(
+    new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, verdict, rest, weights,
+    masses, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V, B, COUNT: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    i = tl.arange(0, ROWS)
+    live = tl.load(rows)
+    accepted, final = tl.load(verdict), live * 0
+    if live > 0:
+        part = tl.arange(0, SPLITS)
+        u = _uniform(tl.load(seed), tl.load(positions + accepted) + 1, stream)
+        refused = tl.load(verdict + 1) > 0
+        spare = tl.sum(tl.load(rest + part, mask=part < B, other=0), axis=0)
+        if refused & (spare > 0):
+            which, before, at = _place(rest, u, B, SPLITS)
+            index = which * CHUNK + tl.arange(0, CHUNK)
+            mass = _mass(_left(weights, total, drafts, draft_total, accepted, index, scale, V), scale)
+            passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
+            final = tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64)
+        else:
+            which, before, at = _place(masses + accepted * B, u, B, SPLITS)
+            index = which * CHUNK + tl.arange(0, CHUNK)
+            mass = _mass(tl.load(weights + accepted * V + index, mask=index < V, other=0.0), scale)
+            passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
+            final = tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64)
+    drafted = tl.load(tokens + i + 1, mask=i + 1 < COUNT, other=-1).to(tl.int32)
+    _close(
+        new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, i, drafted,
+        accepted.to(tl.int32), final.to(tl.int32), COUNT, ROWS,
+    )  # fmt: skip
+
+
+def sampled(
+    scratch: Tensor, rest: Tensor, law: Law, drafts: Law | None, new_tokens: Tensor, taken: Tensor, reason: Tensor,
+    anchor: Tensor, length: Tensor, generated: Tensor, stopped: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor,
+    seed: Tensor, limit: Tensor, stop_mask: Tensor, streams: tuple[int, int], rolling: int, *, pdl: bool = True,
+) -> None:  # fmt: skip
+    """The lossless verdict; see sampling.accept.sampled_chain and verdict_triton.greedy. law: of the R rows; drafts: of
+    the R - 1 drafts, None without any; scratch: int64 [2]; rest: int64 [B]; streams: of accepting, of final draws."""
+    count, vocab, splits = tokens.shape[0], law.weights.shape[1], law.masses.shape[1]
+    scale = float(2 ** mass_bits(vocab))
+    q = drafts if drafts is not None else law
+    rows_up = max(2, triton.next_power_of_2(count))
+    pair = (law.weights, law.total, q.weights, q.total)
+    _judge[(1,)](
+        scratch, *pair, tokens, positions, rows, seed, scale, streams[0], vocab, COUNT=count, ROWS=rows_up, PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    _residual[(splits,)](
+        rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, rows, scale, vocab, splits, count,
+        CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    _settle_verdict[(1,)](
+        new_tokens, taken, reason, anchor, length, generated, stopped, limit, stop_mask.view(torch.uint8), rolling,
+        scratch, rest, law.weights, law.masses, law.total, q.weights, q.total, tokens, positions, rows, seed, scale,
+        streams[1], vocab, splits, COUNT=count, ROWS=rows_up, SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
