@@ -219,7 +219,7 @@ def _tie(
     if row < tl.load(live):
         share = tl.load(top_p)
         top = _top(tops, row, B, SPLITS)
-        edge, stay = _kth(hits, row, tl.load(top_k), V, R, FIRST, DIGITS)
+        edge, _ = _kth(hits, row, tl.load(top_k), V, R, FIRST, DIGITS)
         need = _need(hits, row, share, R, FIRST, DIGITS)
         floor = tl.where(share < 1, _edge(hits, row, need, R, FIRST, SECOND, 25, DIGITS), -1)
         at = part * CHUNK + tl.arange(0, CHUNK)
