@@ -147,14 +147,19 @@ def _counter(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=torch.int64, device=device)
 
 
+def defines(tiles: int) -> dict[str, int]:
+    """The constants that sweep.cu is compiled with for up to ``tiles`` * 16 rows (1 or 2)."""
+    return {"SOLITON_TILES": tiles, "SOLITON_SLOTS": 5 if tiles == 1 else 3}
+
+
 @functools.cache
 def _kernel(device: torch.device, tiles: int) -> Kernel:
-    slots, rows = (5 if tiles == 1 else 3), tiles * 16
+    constants, rows = defines(tiles), tiles * 16
     # what sweep.cu's Shared takes, rounded up; the kernel traps when it is too little
     sums = BUFFERS * WARPS * rows * 32 + GROUPS * rows * 32 + WARPS * rows * 4 + WARPS * BLOCK * 2
     after = sums + rows * TOPK * (8 + 2 + rows) + LIST * 192 + 512
-    defines = {"SOLITON_TILES": tiles, "SOLITON_SLOTS": slots}
-    return Kernel("sweep.cu", "soliton_sweep", defines=defines, shared=slots * _SLOT + after, device=device)
+    shared = constants["SOLITON_SLOTS"] * _SLOT + after
+    return Kernel("sweep.cu", "soliton_sweep", defines=constants, shared=shared, device=device)
 
 
 # -- instructions ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,146 @@
+"""Compiles every kernel that waits for the ones in front of it for sm_90, without a GPU; see ``main``.
+
+    python tests/pdl_compile.py triton | cuda
+
+One JSON document: kernel to what it accesses before it has waited (see pdl_check). A process of its own, since Triton
+either compiles or interprets in one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pdl_check import unwaited
+
+Found = dict[str, list[tuple[str, list[int]]]]
+
+LAW = "*i64 *fp32 *fp32 *fp32 *i64 *fp32"
+SPLIT: dict[str, Any] = {"DIGITS": 32, "CHUNK": 1024}
+BLOCKS = {"COUNT": 6, "ROWS": 8}
+
+# By module and kernel: the types of the arguments that are no constants, the constants.
+KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "norm_triton": {"_norm": ("*bf16 *bf16 *fp32 i32 i32 i32 fp32", {"BLOCK": 4096})},
+    "kda_triton": {
+        "_chain": (
+            "*bf16 *bf16 *bf16 *fp32 *bf16 *bf16 *fp32 *fp32 *fp32 *i64 *i64 " + "i32 " * 7 + "fp32 fp32 fp32",
+            {"K": 128, "V": 128, "BV": 32, "TAPS": 4, "BOUNDED": True},
+        ),
+        "_commit_window": ("*bf16 *i64 i32 i32 i32", {"TAPS": 4, "BLOCK": 1024}),
+        "_advance": ("*i64 *i64 i32", {}),
+        "_keep": ("*fp32 *fp32 *i64 *i64 *i64 i32 i32 i32", {"BLOCK": 4096}),
+    },
+    "mla_triton": {
+        "_heads": (
+            "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 *i64",
+            {"K": 512, "N": 128, "BR": 16, "BN": 64, "BK": 128, "GATED": True},
+        ),
+        "_enter": (
+            "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i64 *i64 i32 i32 i32 i32 i32 i32 fp32 i32",
+            {"NOPE": 128, "C": 512, "ROPE": 64, "TURNED": True},
+        ),
+        "_attend": (
+            "*fp32 *fp32 *bf16 *bf16 *i64 *i64 i32 i32 i32 fp32 i32",
+            {"C": 512, "ROPE": 64, "TILE": 16, "BLOCK": 64},
+        ),
+        "_combine": ("*bf16 *fp32 *fp32 *i64 *i64 i32 i32 i32", {"C": 512}),
+    },
+    "verdict_triton": {
+        "_refill": ("*i64 *i64 *i64 *fp32 *i64 *i64 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
+        "_best": ("*fp32 *i32 *fp32 *i64 i32 i32", {"CHUNK": 4096, "SPLITS": 64}),
+        "_greedy": ("*fp32 *i32 " + "*i64 " * 10 + "*u8 i32 i32", {"SPLITS": 64, **BLOCKS}),
+        "_boundary": ("*bf16 *bf16 *i64 i32", {"BLOCK": 1024}),
+        "_publish": ("*i64 " * 8 + "i32", BLOCKS),
+        "_process": (
+            "*fp32 *fp32 *i32 *u8 *fp32 *fp32 *fp32 *fp32 *i64 *i64 *u8 *i64 *i64 i32 i32 i32",
+            {"DRAFTS": 5, "CHUNK": 2048},
+        ),
+        "_choose": ("*i64 *fp32 *i32 i32", {"SPLITS": 64}),
+        "_chain_row": ("*i64 *i64 *fp32 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
+        "_extend": ("*i64 *i64 *i64 *i64", BLOCKS),
+        "_seed": ("*bf16 *i64 *bf16 *i64 i32", {"BLOCK": 1024}),
+    },
+    "sampling_triton": {
+        "_tops": ("*fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32 i32", {"PASSES": 13, **SPLIT}),
+        "_count": ("*i64 *fp32 *fp32 *i64 *i64 i32 i32 i32", {"PASS": 6, **SPLIT}),
+        "_weigh": (LAW + " *i64 fp32 i32 i32 i32 i32", {"PASS": 5, "FIRST": 7, "SPLITS": 256, **SPLIT}),
+        "_tie": ("*i32 *i64 " + LAW + " *i64 fp32 i32 i32 i32 i32", {"FIRST": 7, "SECOND": 6, "SPLITS": 256, **SPLIT}),
+        "_settle": (
+            "*fp32 *i64 *i32 *i64 " + LAW + " *fp32 *i64 fp32 i32 i32 i32 i32",
+            {"FIRST": 7, "SECOND": 6, "SPLITS": 256, **SPLIT},
+        ),
+        "_sum": ("*i64 *i64 *i64 i32", {"SPLITS": 256}),
+    },
+    "draws_triton": {
+        "_draft": ("*i64 *fp32 *i64 *i64 *i64 fp32 i32 i32 i32 i32", {"SPLITS": 256, "CHUNK": 1024}),
+        "_judge": ("*i64 *fp32 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32", BLOCKS),
+        "_residual": ("*i64 *i64 *fp32 *i64 *i64 *fp32 *i64 *i64 fp32 i32 i32 i32", {"CHUNK": 1024}),
+        "_settle_verdict": (
+            "*i64 " * 8 + "*u8 i32 *i64 *i64 *fp32 *i64 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32 i32",
+            {"SPLITS": 256, "CHUNK": 1024, **BLOCKS},
+        ),
+    },
+}
+
+
+def triton_kernels() -> Found:
+    """Every Triton kernel of the package that takes part in a chain; one that is not listed here reads "not listed"."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    found: Found = {}
+    package = importlib.import_module("soliton.ops").__path__[0]
+    for path in sorted(Path(package).glob("*_triton.py")):
+        module, text = importlib.import_module(f"soliton.ops.{path.stem}"), path.read_text(encoding="utf-8")
+        for name, function in vars(module).items():
+            if not isinstance(function, triton.runtime.JITFunction) or function.fn.__module__ != module.__name__:
+                continue
+            if f"{name}[" not in text or "launch_pdl" not in text:
+                continue  # called by other kernels, or of a module that chains nothing
+            if name not in KERNELS.get(path.stem, {}):
+                found[f"{path.stem}.{name}"] = [("not listed", [])]
+                continue
+            types, constants = KERNELS[path.stem][name]
+            constants = {**constants, "PDL": True} if "PDL" in function.arg_names else constants
+            given = iter(types.split())
+            signature = {arg: "constexpr" if arg in constants else next(given) for arg in function.arg_names}
+            source = ASTSource(
+                function, signature, {(function.arg_names.index(arg),): value for arg, value in constants.items()}
+            )
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"launch_pdl": True})
+            for kernel, early in unwaited(made.asm["ptx"]).items():
+                found[f"{path.stem}.{kernel}"] = early
+    return found
+
+
+def cuda_kernels() -> Found:
+    """The sweep, at both widths."""
+    from cuda.bindings import nvrtc
+
+    from soliton.ops import sweep
+
+    found = {}
+    source = Path(sweep.__file__).with_name("sweep.cu").read_bytes()
+    for tiles in (1, 2):
+        program = nvrtc.nvrtcCreateProgram(source, b"sweep.cu", 0, [], [])[1]
+        options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
+        options += [f"-D{name}={value}".encode() for name, value in sweep.defines(tiles).items()]
+        assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
+        ptx = b" " * int(nvrtc.nvrtcGetPTXSize(program)[1])
+        nvrtc.nvrtcGetPTX(program, ptx)
+        for kernel, early in unwaited(ptx.rstrip(b"\0").decode()).items():
+            found[f"{kernel} {tiles}"] = early
+    return found
+
+
+def main() -> None:
+    print(json.dumps({"triton": triton_kernels, "cuda": cuda_kernels}[sys.argv[1]]()))
+
+
+if __name__ == "__main__":
+    main()
