@@ -11,6 +11,7 @@ import helpers as h
 from helpers import threads_as_before  # noqa: F401 - takes effect by being here
 from soliton.cli import main
 from soliton.config import EngineConfig
+from soliton.measure.ahead import LoopTimes
 from soliton.measure.step import measure_step, simulated
 
 CPU = {"device": "cpu", "threads": 1, "max_context": 128}
@@ -92,3 +93,10 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str
 def test_an_impossible_accept_length() -> None:
     with pytest.raises(ValueError, match="an accept length of 9 is impossible"):
         simulated({"rows": 4, "step_us": 1.0}, 9)
+
+
+def test_leads_are_counted_once() -> None:
+    found = LoopTimes(idle=(), lead=(-3.0, 0.0, 0.5, 50.0, 51.0, 10000.0, 10001.0), whole=1.0).histogram()
+    assert {edge: count for edge, count in found.items() if count} == {
+        "<=0": 2, "<=50": 2, "<=100": 1, "<=10000": 1, ">10000": 1,
+    }  # fmt: skip

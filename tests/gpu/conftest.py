@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+LIMIT_S = 120.0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -16,3 +21,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A kernel that never ends cannot be interrupted: the process goes, and names the test."""
+
+    def leave() -> None:
+        print(f"\n{request.node.nodeid} has not ended after {LIMIT_S:.0f} s: leaving", file=sys.__stderr__, flush=True)
+        os._exit(70)
+
+    timer = threading.Timer(LIMIT_S, leave)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ import pytest
 # Before anything imports triton. Kernels compiled for a device in the same process would be interpreted too.
 if importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _unchained() -> Iterator[None]:
+    """Waiting for the kernel in front is nothing that can be interpreted."""
+    from soliton.ops.chain import unchained
+
+    with unchained():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -62,14 +62,14 @@ def test_a_greedy_step(seed: int) -> None:
     verify.publish(a)
 
     into = (b.tokens, b.positions, b.rows, b.turn, b.anchor, b.length, b.drafted, b.stopped)
-    kernels.refill(*into, turn, rows - 1, pdl=False)
+    kernels.refill(*into, turn, rows - 1)
     values = torch.full((rows, kernels.SPLITS), float("nan"))
     indices = torch.full((rows, kernels.SPLITS), -5, dtype=torch.int32)
     state = (b.new_tokens, b.taken, b.reason, b.anchor, b.length, b.generated, b.stopped)
-    kernels.greedy(values, indices, b.logits, *state, b.tokens, b.rows, b.limit, b.stop_mask, vocab, ROLLING, pdl=False)
+    kernels.greedy(values, indices, b.logits, *state, b.tokens, b.rows, b.limit, b.stop_mask, vocab, ROLLING)
     kept = torch.zeros(2, 16)
-    kernels.commit_boundary(kept, b.hidden, b.taken, pdl=False)
-    kernels.publish(b.ring_tokens, b.ring_meta, b.new_tokens, b.taken, b.reason, b.length, b.rows, b.step, pdl=False)
+    kernels.commit_boundary(kept, b.hidden, b.taken)
+    kernels.publish(b.ring_tokens, b.ring_meta, b.new_tokens, b.taken, b.reason, b.length, b.rows, b.step)
     assert torch.equal(boundary, kept)
     for name in a.tensors():
         assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -131,7 +131,7 @@ def test_marks(length: int, taken: int, copies: bool) -> None:
     states, windows, boundary = torch.randn(4, 2, 2, 8, 8), torch.randn(5, 2, 30), torch.randn(2, 16)
     marks = torch.zeros(2, 2, 8, 8), torch.zeros(3, 2, 30), torch.zeros(2, 16)
     scalars = (torch.tensor([n]) for n in (length, taken, 2, 0))
-    kernels.mark(marks, states, windows, boundary, *scalars, 512, pdl=False)
+    kernels.mark(marks, states, windows, boundary, *scalars, 512)
     for mark, source in zip(marks, (states[2], windows[:3], boundary), strict=True):
         assert torch.equal(mark, source if copies else torch.zeros_like(source))
 
@@ -154,10 +154,10 @@ def test_processors(seed: int) -> None:
     )  # fmt: skip
     out = torch.full((rows, vocab), float("nan"))
     given = (counts, seen, bias, *values, generated, least, stops)
-    kernels.process(out, logits, *given, drafts, torch.tensor([rows]), 0, pdl=False)
+    kernels.process(out, logits, *given, drafts, torch.tensor([rows]), 0)
     assert torch.equal(out, want)
     one = torch.full((1, vocab), float("nan"))
-    kernels.process(one, logits[2:3], *given, drafts[:0], torch.tensor([1]), 2, pdl=False)
+    kernels.process(one, logits[2:3], *given, drafts[:0], torch.tensor([1]), 2)
     alone = penalties.process(
         logits[2:3, :vocab], counts=counts, prompt_seen=seen, bias=bias, presence=values[0], frequency=values[1],
         repetition=values[2], generated=generated + 2, min_tokens=least, stop_mask=stops, draft_tokens=drafts[:0],
@@ -177,23 +177,23 @@ def test_between_the_forwards_of_a_chain() -> None:
     made = [torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)]
     want = [t.clone() for t in made]
     nextn._draft_row(*want, r, turn, 3)
-    kernels.draft_row(*made, r.tokens, r.length, turn, 3, pdl=False)
+    kernels.draft_row(*made, r.tokens, r.length, turn, 3)
     assert all(torch.equal(a, b) for a, b in zip(made, want, strict=True))
     out = torch.randn(5, 16)
     for taken in (0, 2):
         r.taken.fill_(taken)
         ids, live, wanted, least = (torch.zeros(n, dtype=torch.int64) for n in (5, 1, 5, 1))
-        kernels.extend_rows(ids, live, r.new_tokens, r.taken, pdl=False)
+        kernels.extend_rows(ids, live, r.new_tokens, r.taken)
         nextn._extend_rows(wanted, least, r)
         assert torch.equal(ids, wanted) and int(live) == taken
         other = relay(5, 70)
         other.taken.fill_(taken)
         nextn._keep_seed(other, out)
-        kernels.keep_seed(r.seed, r.drafted, out, r.taken, pdl=False)
+        kernels.keep_seed(r.seed, r.drafted, out, r.taken)
         assert torch.equal(r.seed, other.seed) and torch.equal(r.drafted, other.drafted)
     logits = torch.randint(0, 4, (2, 76)).float()
     values, indices = torch.zeros(1, kernels.SPLITS), torch.zeros(1, kernels.SPLITS, dtype=torch.int32)
-    kernels.choose(r.tokens, values, indices, logits, torch.tensor([1]), 2, 70, pdl=False)
+    kernels.choose(r.tokens, values, indices, logits, torch.tensor([1]), 2, 70)
     assert int(r.tokens[2]) == int(logits[0, :70].argmax())
 
 
@@ -214,7 +214,7 @@ def test_law(style: str, sets: tuple[int, float, float], monkeypatch: pytest.Mon
     heat, k, p, least = (torch.tensor([v]) for v in (0.6, *sets))
     made, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
     space.hits.fill_(7)
-    kernels.distribution(made, space, logits, heat, k, p, least, torch.tensor([rows]), vocab, pdl=False)
+    kernels.distribution(made, space, logits, heat, k, p, least, torch.tensor([rows]), vocab)
     want = law.distribution(logits[:, :vocab], heat, k, p, least)
     total = made.total.double() * 2.0 ** -kernels.mass_bits(vocab)
     got = (made.weights.double() / total.unsqueeze(1)).float()
@@ -244,14 +244,14 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = target[: rows - 1] + torch.randn(rows - 1, vocab) * draw.choice([0.3, 2.0])
     sets = tuple(torch.tensor([v]) for v in (1.0, draw.choice([0, 10]), 0.9, 0.0))
     ours, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
-    kernels.distribution(ours, space, target, *sets, torch.tensor([rows]), vocab, pdl=False)
+    kernels.distribution(ours, space, target, *sets, torch.tensor([rows]), vocab)
     theirs, small = kernels.Law.allocate(rows - 1, vocab, CPU), kernels.Space.allocate(1, vocab, CPU)
     q = law.distribution(draft, *sets)
     for j in range(rows - 1):
         part = slice(j, j + 1)
         one = kernels.Law(theirs.weights[part], theirs.masses[part], theirs.total[part])
-        kernels.distribution(one, small, draft[part], *sets, torch.tensor([1]), vocab, pdl=False)
-        draws.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT, pdl=False)
+        kernels.distribution(one, small, draft[part], *sets, torch.tensor([1]), vocab)
+        draws.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT)
         u = philox.uniform(a.generator_seed, a.length + j + 1, philox.STREAM_DRAFT)
         assert int(a.tokens[j + 1]) == int(law.pick(q[part], u))
     b = relay(rows, vocab)
@@ -267,6 +267,6 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     state = (b.new_tokens, b.taken, b.reason, b.anchor, b.length, b.generated, b.stopped)
     given = (b.tokens, b.positions, b.rows, b.generator_seed, b.limit, b.stop_mask)
     streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
-    draws.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING, pdl=False)
+    draws.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING)
     for name in a.tensors():
         assert torch.equal(getattr(a, name), getattr(b, name)), name

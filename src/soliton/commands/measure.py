@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 
 from ..errors import ConfigError
 from . import common
@@ -24,6 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=8192, metavar="TOKENS", help="tokens in the cache; default 8192")
     parser.add_argument("--repeats", type=int, default=30, metavar="N", help="timed steps; default 30")
     parser.add_argument(
+        "--no-pdl", action="store_true", help="start each kernel when the one in front has ended, on a GPU"
+    )
+    parser.add_argument(
         "--simulate-accept", type=float, metavar="X", help="print the time a token at this accept length"
     )
     parser.add_argument("--json", action="store_true", help="only the JSON line")
@@ -39,14 +43,16 @@ def run(args: argparse.Namespace) -> int:
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
     from ..measure.step import as_table, measure_step, simulated
+    from ..ops.chain import unchained
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
             print(f"{text} ...", file=sys.stderr)
 
-    report = measure_step(
-        config, rows=args.rows, context=args.context, params=params, repeats=args.repeats, progress=progress
-    )
+    with unchained() if args.no_pdl else nullcontext():
+        report = measure_step(
+            config, rows=args.rows, context=args.context, params=params, repeats=args.repeats, progress=progress
+        )
     if args.simulate_accept is not None:
         report = simulated(report, args.simulate_accept)
     if not args.json:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..checkpoint import open_checkpoint
 from ..config import EngineConfig
 from ..errors import ConfigError
+from ..ops.chain import chained
 from ..ops.sweep import DOWN, KDA, PRODUCT, ROUTE, UP, Sweep
 from ..ops.tape import Entry, Tape
 from ..ops.weight import Weight
@@ -32,10 +33,11 @@ from ..sampling.params import Resolved, SamplingParams
 from ..speculation.verify import Mode
 from ..step.program import Program
 from ..step.request import begin
+from .ahead import LoopTimes, Watched
+from .bandwidth import read_bandwidth
 from .doctor import versions
 
-READS = 5  # passes of the read benchmark; the best counts
-STREAM_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28}
+WARM_UPS = 3  # steps that are not counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +98,13 @@ def _measure(
     program = runtime.programs[Mode(sampled=not resolved.greedy, processors=resolved.processors)]
     progress("measuring the memory")
     bandwidth = read_bandwidth(device)
-    step = _Repeated(runtime, program, resolved, context)
+    step = Repeated(runtime, program, resolved, context)
     progress("timing steps")
-    times = sorted(step.time() for _ in range(repeats + 3))[:-3]  # the first ones are warm-ups, and the slowest
+    times = sorted([step.time() for _ in range(repeats + WARM_UPS)][WARM_UPS:])
     middle = statistics.median(times)
     counted = step_bytes(runtime, program, context)
     progress("running the loop")
-    idle = step.idle(loop_steps, middle)
+    loop = step.loop(loop_steps)
     floor = counted.read / bandwidth / 1e6
     speculation = runtime.config.speculation
     return {
@@ -127,10 +129,14 @@ def _measure(
         "floor_us": round(floor, 2),
         "ratio": round(middle / floor, 3),
         "weights_ratio": round(middle * bandwidth * 1e6 / counted.weights, 3),
-        "idle_us": None if idle is None else round(idle, 2),
+        "idle_us": None if loop is None else round(statistics.median(loop.idle), 2),
+        "loop_us": None if loop is None else round(loop.whole, 2),
+        "lead_us": None if loop is None else round(statistics.median(loop.lead), 2),
+        "lead_histogram": None if loop is None else loop.histogram(),
         "kernels": kernels(program, runtime),
         "phases_us": step.phases(),
         "executor": runtime.config.executor,
+        "pdl": chained() if device.type == "cuda" else None,
         "run_ahead": runtime.config.run_ahead,
         "simulated": False,
         "void": device.type == "cuda" and "H200" in _device_name(device) and bandwidth < 4.5,
@@ -139,7 +145,7 @@ def _measure(
     }
 
 
-class _Repeated:
+class Repeated:
     """The same step again and again: the stream stands at ``context`` before each."""
 
     def __init__(self, runtime: Runtime, program: Program, params: Resolved, context: int) -> None:
@@ -179,8 +185,9 @@ class _Repeated:
         after.synchronize()
         return float(before.elapsed_time(after)) * 1e3
 
-    def idle(self, steps: int, middle: float) -> float | None:
-        """Microseconds between steps of the run-ahead loop: its time a step less a step's own. None off a GPU."""
+    def loop(self, steps: int, stall: float = 0.0) -> LoopTimes | None:
+        """The run-ahead loop over ``steps`` steps; the host sleeps ``stall`` seconds after each that it has read. None
+        off a GPU."""
         if self.runtime.parts.device.type != "cuda":
             return None
         self.again()
@@ -188,14 +195,16 @@ class _Repeated:
         room = self.runtime.config.max_context
         assert room is not None
         relay.length.fill_(max(min(self.context, room - steps * relay.tokens.shape[0] - 1), 1))
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        for _ in loop.run(self.program, limit=steps, top_logprobs=None):
-            pass
-        after.record()
-        after.synchronize()
-        loop.drain()
-        return float(before.elapsed_time(after)) * 1e3 / max(loop.launched, 1) - middle
+        watched = Watched(loop.executor)
+        loop.executor = watched
+        try:
+            for _ in loop.run(self.program, limit=steps, top_logprobs=None):
+                if stall:
+                    time.sleep(stall)
+            loop.drain()
+        finally:
+            loop.executor = watched.executor
+        return watched.times(skip=loop.depth + 1)
 
     def phases(self) -> dict[str, float]:
         """Microseconds of each phase by itself, as a graph of its own on a GPU."""
@@ -222,35 +231,6 @@ class _Repeated:
             after.synchronize()
             times.append(float(before.elapsed_time(after)) * 1e3)
         return statistics.median(times)
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """TB/s of reading a buffer much larger than any cache into registers, the best of READS passes."""
-    count = STREAM_BYTES[device.type] // 4
-    data = torch.ones(count, dtype=torch.float32, device=device)
-    if device.type == "cuda":
-        from ..ops.stream_triton import read
-
-        out = torch.empty(1 << 16, dtype=torch.float32, device=device)
-        call: Callable[[], object] = lambda: read(out, data)  # noqa: E731 - one of two
-    else:
-        call = data.sum
-    call()
-    best = 0.0
-    for _ in range(READS):
-        if device.type == "cuda":
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            call()
-            after.record()
-            after.synchronize()
-            seconds = float(before.elapsed_time(after)) / 1e3
-        else:
-            start = time.perf_counter()
-            call()
-            seconds = time.perf_counter() - start
-        best = max(best, data.nbytes / seconds / 1e12)
-    return best
 
 
 def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:
@@ -386,7 +366,10 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("experts a layer", f"{few} to {many}, mean {r['experts_mean']}"),
         ("read bandwidth", f"{r['read_tb_s']:.2f} TB/s" + (" - TOO LOW, THE RUN IS VOID" if r["void"] else "")),
         ("floor", f"{r['floor_us']:.1f} µs, taken {r['ratio']:.2f} times, by weights {r['weights_ratio']:.2f}"),
-        ("idle between steps", "-" if r["idle_us"] is None else f"{r['idle_us']:.1f} µs"),
+        ("idle between steps", "-" if r["idle_us"] is None else f"{r['idle_us']:.1f} µs, a step of the loop takes "
+                                                                f"{r['loop_us']:.1f} µs"),
+        ("launched ahead by", "-" if r["lead_us"] is None else f"{r['lead_us']:.0f} µs; steps by µs: " + ", ".join(
+            f"{edge} {count}" for edge, count in r["lead_histogram"].items() if count)),
         ("kernels", "-" if r["kernels"] is None else str(r["kernels"])),
         ("phases", ", ".join(f"{name} {value:.1f}" for name, value in r["phases_us"].items()) + " µs"),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
 from .sampling_triton import CHUNK, Law, _mass, mass_bits
 from .verdict_triton import _close
 
@@ -66,12 +67,12 @@ def _draft(
     tl.store(tokens + place, tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64))
 
 
-def draft(tokens: Tensor, law: Law, length: Tensor, seed: Tensor, place: int, stream: int, *, pdl: bool = True) -> None:
+def draft(tokens: Tensor, law: Law, length: Tensor, seed: Tensor, place: int, stream: int) -> None:
     """tokens[place] drawn from a law of one row, with the uniform of position length + place."""
     vocab, splits = law.weights.shape[1], law.masses.shape[1]
     _draft[(1,)](
         tokens, law.weights, law.masses, length, seed, float(2 ** mass_bits(vocab)), place, stream, vocab, splits,
-        SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def _settle_verdict(
 def sampled(
     scratch: Tensor, rest: Tensor, law: Law, drafts: Law | None, new_tokens: Tensor, taken: Tensor, reason: Tensor,
     anchor: Tensor, length: Tensor, generated: Tensor, stopped: Tensor, tokens: Tensor, positions: Tensor, rows: Tensor,
-    seed: Tensor, limit: Tensor, stop_mask: Tensor, streams: tuple[int, int], rolling: int, *, pdl: bool = True,
+    seed: Tensor, limit: Tensor, stop_mask: Tensor, streams: tuple[int, int], rolling: int,
 ) -> None:  # fmt: skip
     """The lossless verdict; see sampling.accept.sampled_chain and verdict_triton.greedy. law: of the R rows; drafts: of
     the R - 1 drafts, None without any; scratch: int64 [2]; rest: int64 [B]; streams: of accepting, of final draws."""
@@ -177,16 +178,16 @@ def sampled(
     rows_up = max(2, triton.next_power_of_2(count))
     pair = (law.weights, law.total, q.weights, q.total)
     _judge[(1,)](
-        scratch, *pair, tokens, positions, rows, seed, scale, streams[0], vocab, COUNT=count, ROWS=rows_up, PDL=pdl,
-        num_warps=1, launch_pdl=pdl,
+        scratch, *pair, tokens, positions, rows, seed, scale, streams[0], vocab, COUNT=count, ROWS=rows_up,
+        PDL=chained(), num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
     _residual[(splits,)](
         rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, rows, scale, vocab, splits, count,
-        CHUNK=CHUNK, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        CHUNK=CHUNK, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
     _settle_verdict[(1,)](
         new_tokens, taken, reason, anchor, length, generated, stopped, limit, stop_mask.view(torch.uint8), rolling,
         scratch, rest, law.weights, law.masses, law.total, q.weights, q.total, tokens, positions, rows, seed, scale,
         streams[1], vocab, splits, COUNT=count, ROWS=rows_up, SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
+
 TAPS = 4
 TILE = 32  # value channels of a program; the K axis is never cut, so the tile plays no part in any bit
 
@@ -114,7 +116,7 @@ def step(
         out, proj, window, conv, f, b, a, dt_bias, states, current, rows,
         n, conv.shape[1], proj.stride(0), window.stride(0), f.stride(0), states.stride(0), slots, lower_bound, eps,
         key**-0.5,
-        K=key, V=value, BV=TILE, TAPS=TAPS, BOUNDED=law == "bounded", PDL=True, num_warps=4, launch_pdl=True,
+        K=key, V=value, BV=TILE, TAPS=TAPS, BOUNDED=law == "bounded", PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -150,9 +152,9 @@ def commit(states: Tensor, windows: Tensor, taken: Tensor, current: Tensor) -> N
     _, layers, width = windows.shape
     if layers:
         _commit_window[(layers, triton.cdiv(width, size))](
-            windows, taken, windows.stride(1), windows.stride(0), width, TAPS=TAPS, BLOCK=size, launch_pdl=True
+            windows, taken, windows.stride(1), windows.stride(0), width, TAPS=TAPS, BLOCK=size, launch_pdl=chained()
         )
-    _advance[(1,)](current, taken, states.shape[0], num_warps=1, launch_pdl=True)
+    _advance[(1,)](current, taken, states.shape[0], num_warps=1, launch_pdl=chained())
 
 
 @triton.jit
@@ -171,7 +173,7 @@ def _keep(out, source, length, taken, current, rolling, slot_stride, count, BLOC
 
 def mark(
     marks: tuple[Tensor, Tensor, Tensor], states: Tensor, windows: Tensor, boundary: Tensor, length: Tensor,
-    taken: Tensor, current: Tensor, none: Tensor, rolling: int, *, pdl: bool = True,
+    taken: Tensor, current: Tensor, none: Tensor, rolling: int,
 ) -> None:  # fmt: skip
     """Where a step ends at a multiple of ``rolling`` tokens, copy the committed state, the conv tail and the boundary
     hidden into ``marks``, for the host to keep when it reads the step. states: [slots, layers, n, K, V]; windows:
@@ -181,6 +183,6 @@ def mark(
         if out.numel():
             grid = min(256, triton.cdiv(out.numel(), 4096))
             _keep[(grid,)](
-                out, source, length, taken, slot, rolling, source.stride(0), out.numel(), BLOCK=4096, PDL=pdl,
-                num_warps=8, launch_pdl=pdl,
+                out, source, length, taken, slot, rolling, source.stride(0), out.numel(), BLOCK=4096, PDL=chained(),
+                num_warps=8, launch_pdl=chained(),
             )  # fmt: skip

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
+
 TILE = 32  # (row, head) pairs of one attention program
 BLOCK = 64  # positions at once
 MOST_SPLITS = 64
@@ -50,7 +52,8 @@ def heads(out: Tensor, x: Tensor, w: Tensor, rows: Tensor, gate: Tensor | None =
     _heads[(n, outer // wide)](
         out, x, w, gate if gate is not None else x, out.stride(0), x.stride(0), out.stride(1), x.stride(1),
         gate.stride(0) if gate is not None else 0, count, rows,
-        K=inner, N=outer, BR=tall, BN=wide, BK=min(128, inner), GATED=gate is not None, num_warps=4, launch_pdl=True,
+        K=inner, N=outer, BR=tall, BN=wide, BK=min(128, inner), GATED=gate is not None, num_warps=4,
+        launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -99,7 +102,7 @@ def enter(
         query, cache, q, kv, norm, turn if turn is not None else norm, positions, rows,
         q.stride(0), q.stride(1), query.stride(0), kv.stride(0), cache.stride(0), count, eps, n,
         NOPE=q.shape[2] - (wide - latent), C=latent, ROPE=wide - latent, TURNED=turn is not None, num_warps=4,
-        launch_pdl=True,
+        launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -189,9 +192,11 @@ def attend(
     splits = triton.cdiv(cache.shape[0], split)
     _attend[(splits, triton.cdiv(count * n, TILE))](
         part, level, query, cache, positions, rows, cache.stride(0), n, count, scale, split,
-        C=latent, ROPE=wide - latent, TILE=TILE, BLOCK=BLOCK, num_warps=8, num_stages=1, launch_pdl=True,
+        C=latent, ROPE=wide - latent, TILE=TILE, BLOCK=BLOCK, num_warps=8, num_stages=1, launch_pdl=chained(),
     )  # fmt: skip
-    _combine[(count * n,)](out, part, level, positions, rows, n, count, split, C=latent, num_warps=4, launch_pdl=True)
+    _combine[(count * n,)](
+        out, part, level, positions, rows, n, count, split, C=latent, num_warps=4, launch_pdl=chained()
+    )
 
 
 def scratch(rows: int, heads: int, latent: int, cache: Tensor) -> tuple[Tensor, Tensor]:

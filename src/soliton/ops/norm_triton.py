@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
+
 
 @triton.jit
 def _norm(out, x, weight, ld_out, ld_x, H, eps, BLOCK: tl.constexpr):
@@ -25,5 +27,5 @@ def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """out[R, H] = x / sqrt(mean(x^2) + eps) * weight, float32 inside, one rounding; a row's bits are its own."""
     _norm[(x.shape[0],)](
         out, x, weight, out.stride(0), x.stride(0), x.shape[1], eps, BLOCK=triton.next_power_of_2(x.shape[1]),
-        num_warps=8, launch_pdl=True,
+        num_warps=8, launch_pdl=chained(),
     )  # fmt: skip

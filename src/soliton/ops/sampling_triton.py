@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
+
 DIGITS = 32  # thresholds of a pass
 CHUNK = 1024  # elements of one program
 FIRST = (27, 22, 17, 12, 7, 2, 0)  # shifts of the passes over 32-bit keys of logits
@@ -291,7 +293,7 @@ def _sum(total, masses, live, B, SPLITS: tl.constexpr, PDL: tl.constexpr):
 
 def distribution(
     law: Law, space: Space, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
-    live: Tensor, vocab: int, *, pdl: bool = True,
+    live: Tensor, vocab: int,
 ) -> None:  # fmt: skip
     """law of logits[R, >= vocab] float32; temperature, top_k, top_p, min_p: [1] as in sampling.law.distribution; live:
     int64 [1], rows beyond it are left as they are."""
@@ -299,7 +301,7 @@ def distribution(
     scale = float(2 ** mass_bits(vocab))
     wide = triton.next_power_of_2(splits)
     grid, ld = (rows, splits), logits.stride(0)
-    common = {"DIGITS": DIGITS, "CHUNK": CHUNK, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+    common = {"DIGITS": DIGITS, "CHUNK": CHUNK, "PDL": chained(), "num_warps": 4, "launch_pdl": chained()}
     first, second = len(FIRST), len(SECOND)
     _tops[grid](space.tops, space.hits, logits, temperature, live, vocab, ld, splits, rows, PASSES=PASSES, **common)
     for j in range(first):
@@ -313,4 +315,4 @@ def distribution(
         law.weights, law.masses, space.ties, space.above, *given, min_p, *sizes, FIRST=first, SECOND=second,
         SPLITS=wide, **common,
     )  # fmt: skip
-    _sum[(rows,)](law.total, law.masses, live, splits, SPLITS=wide, PDL=pdl, num_warps=1, launch_pdl=pdl)
+    _sum[(rows,)](law.total, law.masses, live, splits, SPLITS=wide, PDL=chained(), num_warps=1, launch_pdl=chained())

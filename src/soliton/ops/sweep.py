@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chain import chained
 from .cuda import INTEGER, POINTER, Kernel
 from .weight import Weight
 
@@ -68,7 +69,6 @@ class Sweep:
     rows: int
     live: Tensor | None
     instructions: list[Instruction] = field(default_factory=list)
-    pdl: bool = True
     _table: Tensor | None = None
 
     def add(self, new: Instruction) -> None:
@@ -120,7 +120,7 @@ class Sweep:
             (self.rows, INTEGER),
             (counter.data_ptr(), POINTER),
         )
-        kernel.launch(_processors(device), (WARPS + 2) * 32, args, pdl=self.pdl)
+        kernel.launch(_processors(device), (WARPS + 2) * 32, args, pdl=chained())
 
     def __str__(self) -> str:
         names = ("product", "route", "load", "up", "down", "kda")

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .chain import chained
+
 SPLITS = 64  # parts in which a row of logits is searched
 
 
@@ -36,7 +38,7 @@ def _refill(
 
 def refill(
     tokens: Tensor, positions: Tensor, rows: Tensor, turned: Tensor | None, anchor: Tensor, length: Tensor,
-    drafted: Tensor, stopped: Tensor, turn: Tensor | None, drafts: int, *, pdl: bool = True,
+    drafted: Tensor, stopped: Tensor, turn: Tensor | None, drafts: int,
 ) -> None:  # fmt: skip
     """positions = length ..; tokens[0] = anchor; rows = 1 + drafts if there are any, 0 in a frozen step; turned[R] =
     turn[positions]."""
@@ -44,8 +46,8 @@ def refill(
     some = tokens  # any pointer where there is none
     _refill[(positions.shape[0],)](
         tokens, positions, rows, turned if turned is not None else some, anchor, length, drafted, stopped,
-        turn if turn is not None else some, drafts, WIDTH=width, TURNED=turn is not None, PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        turn if turn is not None else some, drafts, WIDTH=width, TURNED=turn is not None, PDL=chained(), num_warps=1,
+        launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -120,7 +122,7 @@ def _greedy(
 def greedy(
     values: Tensor, indices: Tensor, logits: Tensor, new_tokens: Tensor, taken: Tensor, reason: Tensor, anchor: Tensor,
     length: Tensor, generated: Tensor, stopped: Tensor, tokens: Tensor, rows: Tensor, limit: Tensor, stop_mask: Tensor,
-    vocab: int, rolling: int, *, pdl: bool = True,
+    vocab: int, rolling: int,
 ) -> None:  # fmt: skip
     """The verdict on a greedy step without processors: accepted drafts, the target's token, the cut at the first event
     and at multiples of ``rolling``, and what the next step starts from. values, indices: scratch [R, SPLITS], float32
@@ -128,13 +130,13 @@ def greedy(
     count = tokens.shape[0]
     chunk = triton.next_power_of_2(triton.cdiv(vocab, SPLITS))
     _best[(count, SPLITS)](
-        values, indices, logits, rows, logits.stride(0), vocab, CHUNK=chunk, SPLITS=SPLITS, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        values, indices, logits, rows, logits.stride(0), vocab, CHUNK=chunk, SPLITS=SPLITS, PDL=chained(), num_warps=4,
+        launch_pdl=chained(),
     )  # fmt: skip
     _greedy[(1,)](
         values, indices, new_tokens, taken, reason, anchor, length, generated, stopped, tokens, rows, limit,
         stop_mask.view(torch.uint8), vocab, rolling, COUNT=count, ROWS=max(2, triton.next_power_of_2(count)),
-        SPLITS=SPLITS, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        SPLITS=SPLITS, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -151,12 +153,12 @@ def _boundary(boundary, hidden, taken, H, BLOCK: tl.constexpr, PDL: tl.constexpr
         tl.store(boundary + H + at, value, mask=at < H)
 
 
-def commit_boundary(boundary: Tensor, hidden: Tensor, taken: Tensor, *, pdl: bool = True) -> None:
+def commit_boundary(boundary: Tensor, hidden: Tensor, taken: Tensor) -> None:
     """boundary[2, H] = the last committed row of hidden[R, H], twice; taken 0 leaves it."""
     size = 1024
     wide = hidden.shape[1]
     _boundary[(triton.cdiv(wide, size),)](
-        boundary, hidden, taken, wide, BLOCK=size, PDL=pdl, num_warps=4, launch_pdl=pdl
+        boundary, hidden, taken, wide, BLOCK=size, PDL=chained(), num_warps=4, launch_pdl=chained()
     )
 
 
@@ -181,13 +183,13 @@ def _publish(
 
 def publish(
     ring_tokens: Tensor, ring_meta: Tensor, new_tokens: Tensor, taken: Tensor, reason: Tensor, length: Tensor,
-    rows: Tensor, step: Tensor, *, pdl: bool = True,
+    rows: Tensor, step: Tensor,
 ) -> None:  # fmt: skip
     """Tokens and counts into the ring slot of this step; the step counter moves on."""
     slots, count = ring_tokens.shape
     _publish[(1,)](
         ring_tokens, ring_meta, new_tokens, taken, reason, length, rows, step, slots, COUNT=count,
-        ROWS=max(2, triton.next_power_of_2(count)), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        ROWS=max(2, triton.next_power_of_2(count)), PDL=chained(), num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -206,17 +208,16 @@ def _choose(tokens, values, indices, place, SPLITS: tl.constexpr, PDL: tl.conste
 
 
 def choose(
-    tokens: Tensor, values: Tensor, indices: Tensor, logits: Tensor, one: Tensor, place: int, vocab: int, *,
-    pdl: bool = True,
+    tokens: Tensor, values: Tensor, indices: Tensor, logits: Tensor, one: Tensor, place: int, vocab: int,
 ) -> None:  # fmt: skip
     """tokens[place] = the likeliest of logits[0], the lower index of equals. one: int64 [1], 1; values, indices:
     scratch [1, SPLITS]."""
     chunk = triton.next_power_of_2(triton.cdiv(vocab, SPLITS))
     _best[(1, SPLITS)](
-        values, indices, logits, one, logits.stride(0), vocab, CHUNK=chunk, SPLITS=SPLITS, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
+        values, indices, logits, one, logits.stride(0), vocab, CHUNK=chunk, SPLITS=SPLITS, PDL=chained(), num_warps=4,
+        launch_pdl=chained(),
     )  # fmt: skip
-    _choose[(1,)](tokens, values, indices, place, SPLITS=SPLITS, PDL=pdl, num_warps=1, launch_pdl=pdl)
+    _choose[(1,)](tokens, values, indices, place, SPLITS=SPLITS, PDL=chained(), num_warps=1, launch_pdl=chained())
 
 
 @triton.jit
@@ -252,7 +253,7 @@ def _process(
 def process(
     out: Tensor, logits: Tensor, counts: Tensor, prompt_seen: Tensor, bias: Tensor, presence: Tensor,
     frequency: Tensor, repetition: Tensor, generated: Tensor, min_tokens: Tensor, stop_mask: Tensor, tokens: Tensor,
-    live: Tensor, offset: int, *, pdl: bool = True,
+    live: Tensor, offset: int,
 ) -> None:  # fmt: skip
     """out[R, V] float32: the processors of sampling.penalties.process on logits[R, >= V]. tokens: the drafts, row i
     sees the first i; offset: added to ``generated``, for a row that stands behind others."""
@@ -260,7 +261,7 @@ def process(
     _process[(rows, triton.cdiv(vocab, 2048))](
         out, logits, counts, prompt_seen.view(torch.uint8), bias, presence, frequency, repetition, generated,
         min_tokens, stop_mask.view(torch.uint8), tokens, live, offset, vocab, logits.stride(0),
-        DRAFTS=min(tokens.shape[0], rows - 1), CHUNK=2048, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        DRAFTS=min(tokens.shape[0], rows - 1), CHUNK=2048, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -282,13 +283,12 @@ def _chain_row(
 
 def draft_row(
     ids: Tensor, positions: Tensor, turned: Tensor | None, tokens: Tensor, length: Tensor, turn: Tensor | None, j: int,
-    *, pdl: bool = True,
 ) -> None:  # fmt: skip
     """Inputs of the chain's forward j, one row twice: draft j at position length + j - 1."""
     width = turn.shape[1] * 2 if turn is not None else 1
     _chain_row[(2,)](
         ids, positions, turned if turned is not None else ids, tokens, length, turn if turn is not None else ids, j,
-        WIDTH=width, TURNED=turn is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        WIDTH=width, TURNED=turn is not None, PDL=chained(), num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -302,12 +302,12 @@ def _extend(ids, live, new_tokens, taken, COUNT: tl.constexpr, ROWS: tl.constexp
     tl.store(live, tl.load(taken))
 
 
-def extend_rows(ids: Tensor, live: Tensor, new_tokens: Tensor, taken: Tensor, *, pdl: bool = True) -> None:
+def extend_rows(ids: Tensor, live: Tensor, new_tokens: Tensor, taken: Tensor) -> None:
     """ids[R] = the new tokens, 0 behind them; live = how many: none in a frozen step."""
     count = ids.shape[0]
     _extend[(1,)](
-        ids, live, new_tokens, taken, COUNT=count, ROWS=max(2, triton.next_power_of_2(count)), PDL=pdl, num_warps=1,
-        launch_pdl=pdl,
+        ids, live, new_tokens, taken, COUNT=count, ROWS=max(2, triton.next_power_of_2(count)), PDL=chained(),
+        num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
 
 
@@ -326,7 +326,9 @@ def _seed(seed, drafted, out, taken, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
             tl.store(drafted, row * 0 + 1)
 
 
-def keep_seed(seed: Tensor, drafted: Tensor, out: Tensor, taken: Tensor, *, pdl: bool = True) -> None:
+def keep_seed(seed: Tensor, drafted: Tensor, out: Tensor, taken: Tensor) -> None:
     """seed[2, H] = the last committed row of the MTP's out[R, H], twice, and drafted = 1; taken 0 leaves both."""
     wide = out.shape[1]
-    _seed[(triton.cdiv(wide, 1024),)](seed, drafted, out, taken, wide, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl)
+    _seed[(triton.cdiv(wide, 1024),)](
+        seed, drafted, out, taken, wide, BLOCK=1024, PDL=chained(), num_warps=4, launch_pdl=chained()
+    )
