@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,8 +24,18 @@ def kernels() -> Any:
     return importlib.import_module(f"{__package__}.bulk_triton")
 
 
+def tuned() -> Path:
+    """Where the configurations of flash-linear-attention's kernels lie that were tuned on this kind of GPU."""
+    name = re.sub(r"[^0-9A-Za-z]+", "_", torch.cuda.get_device_name()).strip("_")
+    return Path(__file__).parent / "tuned" / name
+
+
 def has_fla() -> bool:
-    """Whether the chunked recurrence of flash-linear-attention can be imported."""
+    """Whether the chunked recurrence of flash-linear-attention can be imported. Points it to ``tuned``, unless the user
+    has chosen otherwise: without, its first prompt tunes for over a minute."""
+    if tuned().is_dir():  # read when the library is imported
+        os.environ.setdefault("FLA_CONFIG_DIR", str(tuned()))
+        os.environ.setdefault("FLA_CACHE_MODE", "fuzzy")
     try:
         importlib.import_module("fla.ops.kda")
     except ImportError:
