@@ -53,7 +53,7 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "_refill": ("*i64 *i64 *i64 *fp32 *i64 *i64 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
         "_best": ("*fp32 *i32 *fp32 *i64 i32 i32", {"CHUNK": 4096, "SPLITS": 64}),
         "_greedy": ("*fp32 *i32 " + "*i64 " * 10 + "*u8 i32 i32", {"SPLITS": 64, **BLOCKS}),
-        "_boundary": ("*bf16 *bf16 *i64 i32", {"BLOCK": 1024}),
+        "_keep_row": ("*bf16 *bf16 *i64 *i64 i32", {"FLAGGED": True, "BLOCK": 1024}),
         "_publish": ("*i64 " * 8 + "i32", BLOCKS),
         "_process": (
             "*fp32 *fp32 *i32 *u8 *fp32 *fp32 *fp32 *fp32 *i64 *i64 *u8 *i64 *i64 i32 i32 i32",
@@ -62,7 +62,6 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "_choose": ("*i64 *fp32 *i32 i32", {"SPLITS": 64}),
         "_chain_row": ("*i64 *i64 *fp32 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
         "_extend": ("*i64 *i64 *i64 *i64", BLOCKS),
-        "_seed": ("*bf16 *i64 *bf16 *i64 i32", {"BLOCK": 1024}),
     },
     "sampling_triton": {
         "_tops": ("*fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32 i32", {"PASSES": 13, **SPLIT}),
@@ -78,7 +77,7 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "draws_triton": {
         "_draft": ("*i64 *fp32 *i64 *i64 *i64 fp32 i32 i32 i32 i32", {"SPLITS": 256, "CHUNK": 1024}),
         "_judge": ("*i64 *fp32 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32", BLOCKS),
-        "_residual": ("*i64 *i64 *fp32 *i64 *i64 *fp32 *i64 *i64 fp32 i32 i32 i32", {"CHUNK": 1024}),
+        "_residual": ("*i64 *i64 *fp32 *i64 *i64 *fp32 *i64 *i64 fp32 i32 i32", {"CHUNK": 1024}),
         "_settle_verdict": (
             "*i64 " * 8 + "*u8 i32 *i64 *i64 *fp32 *i64 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32 i32",
             {"SPLITS": 256, "CHUNK": 1024, **BLOCKS},

@@ -15,7 +15,7 @@ from .model.prefill import Pass, logits_of
 from .runtime import Runtime
 from .sampling.logprobs import TokenLogprob, assemble, gather
 from .sampling.params import Resolved
-from .speculation.verify import ROLLING, Mode
+from .speculation.verify import ROLLING
 from .step.loop import StepOutput
 from .step.relay import STOPPED
 from .step.request import begin
@@ -111,8 +111,7 @@ class Answer:
         runtime, params = self._runtime, self.params
         with torch.inference_mode():
             begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
-        processors = params.processors or (runtime.on_gpu and params.logprobs is not None)  # which log there
-        program = runtime.programs[Mode(sampled=not params.greedy, processors=processors)]
+        program = runtime.program(params)
         cutter = Cutter(runtime.checkpoint.tokenizer, params)
         steps = runtime.loop.run(
             program, limit=self._limit, top_logprobs=params.logprobs, after_launch=self._after_launch

@@ -66,6 +66,11 @@ class Runtime:
         """Whether steps run on a CUDA device."""
         return self.parts.device.type == "cuda"
 
+    def program(self, params: Resolved) -> Program:
+        """The variant of the step that serves a request. On a GPU the one with processors also logs."""
+        processors = params.processors or (self.on_gpu and params.logprobs is not None)
+        return self.programs[Mode(sampled=not params.greedy, processors=processors)]
+
     def hold_threads(self) -> None:
         """Go back to the engine's thread count, with which its bits were made, if somebody changed torch's."""
         threads = self.config.threads

@@ -18,7 +18,6 @@ from soliton.measure.step import Repeated
 from soliton.ops.chain import unchained
 from soliton.runtime import load_runtime
 from soliton.sampling.params import SamplingParams
-from soliton.speculation.verify import Mode
 
 LAWS = [
     SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True),
@@ -85,7 +84,7 @@ def tiny() -> Iterator[Repeated]:
     runtime = load_runtime(config, open_checkpoint(name))
     params = SamplingParams(temperature=0.0).resolve({}, vocab=runtime.checkpoint.spec.vocab)
     with torch.inference_mode():
-        yield Repeated(runtime, runtime.programs[Mode(sampled=False, processors=False)], params, 2048)
+        yield Repeated(runtime, runtime.program(params), params, 2048)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The read bandwidth that floors divide by, measured in the same run as what stands beside it."""
+"""Timing one call, and the read bandwidth that floors divide by, measured in the same run as what stands beside it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ import torch
 
 READS = 5  # passes of the read benchmark; the best counts
 STREAM_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28}
+
+
+def microseconds(device: torch.device, call: Callable[[], object]) -> float:
+    """Of one call: between events around it on a GPU, by the clock elsewhere."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return (time.perf_counter() - start) * 1e6
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    call()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) * 1e3
 
 
 def read_bandwidth(device: torch.device) -> float:
@@ -23,18 +37,4 @@ def read_bandwidth(device: torch.device) -> float:
     else:
         call = data.sum
     call()
-    best = 0.0
-    for _ in range(READS):
-        if device.type == "cuda":
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            call()
-            after.record()
-            after.synchronize()
-            seconds = float(before.elapsed_time(after)) / 1e3
-        else:
-            start = time.perf_counter()
-            call()
-            seconds = time.perf_counter() - start
-        best = max(best, data.nbytes / seconds / 1e12)
-    return best
+    return data.nbytes / min(microseconds(device, call) for _ in range(READS)) / 1e6

@@ -30,11 +30,10 @@ from ..ops.tape import Entry, Tape
 from ..ops.weight import Weight
 from ..runtime import Runtime, load_runtime, settle
 from ..sampling.params import Resolved, SamplingParams
-from ..speculation.verify import Mode
 from ..step.program import Program
 from ..step.request import begin
 from .ahead import LoopTimes, Watched
-from .bandwidth import read_bandwidth
+from .bandwidth import microseconds, read_bandwidth
 from .doctor import versions
 
 WARM_UPS = 3  # steps that are not counted
@@ -95,7 +94,7 @@ def _measure(
 ) -> dict[str, Any]:
     device = runtime.parts.device
     resolved = params.resolve({}, vocab=runtime.checkpoint.spec.vocab)
-    program = runtime.programs[Mode(sampled=not resolved.greedy, processors=resolved.processors)]
+    program = runtime.program(resolved)
     progress("measuring the memory")
     bandwidth = read_bandwidth(device)
     step = Repeated(runtime, program, resolved, context)
@@ -172,18 +171,8 @@ class Repeated:
 
     def time(self) -> float:
         """Microseconds of one step."""
-        executor = self.runtime.loop.executor
         self.again()
-        if self.runtime.parts.device.type != "cuda":
-            start = time.perf_counter()
-            executor.launch(self.program)
-            return (time.perf_counter() - start) * 1e6
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        executor.launch(self.program)
-        after.record()
-        after.synchronize()
-        return float(before.elapsed_time(after)) * 1e3
+        return microseconds(self.runtime.parts.device, lambda: self.runtime.loop.executor.launch(self.program))
 
     def loop(self, steps: int, stall: float = 0.0) -> LoopTimes | None:
         """The run-ahead loop over ``steps`` steps; the host sleeps ``stall`` seconds after each that it has read. None
@@ -215,22 +204,13 @@ class Repeated:
         return found
 
     def _phase(self, tape: Tape) -> float:
-        if self.runtime.parts.device.type != "cuda":
-            start = time.perf_counter()
-            tape.run()
-            return (time.perf_counter() - start) * 1e6
+        device = self.runtime.parts.device
+        if device.type != "cuda":
+            return microseconds(device, tape.run)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             tape.run()
-        times = []
-        for _ in range(5):
-            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            before.record()
-            graph.replay()
-            after.record()
-            after.synchronize()
-            times.append(float(before.elapsed_time(after)) * 1e3)
-        return statistics.median(times)
+        return statistics.median(microseconds(device, graph.replay) for _ in range(5))
 
 
 def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:

@@ -31,10 +31,10 @@ def _uniform(seed, position, stream):
 
 
 @triton.jit
-def _probability(weights, total, row, token, scale, V):
-    """float32 probability of a token under a row's law."""
-    weight = tl.load(weights + row * V + token).to(tl.float64)
-    return (weight / (tl.load(total + row).to(tl.float64) / scale)).to(tl.float32)
+def _probability(weights, total, row, token, scale, V, mask):
+    """float64 of the float32 probability of tokens under a row's law, 0 outside mask."""
+    weight = tl.load(weights + row * V + token, mask=mask, other=0.0).to(tl.float64)
+    return (weight / (tl.load(total + row).to(tl.float64) / scale)).to(tl.float32).to(tl.float64)
 
 
 @triton.jit
@@ -52,6 +52,13 @@ def _place(masses, uniform, B, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _token(which, before, at, mass, V, CHUNK: tl.constexpr):
+    """The token of part ``which``, whose elements weigh ``mass``, at which the summed mass passes ``at``."""
+    passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
+    return tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64)
+
+
+@triton.jit
 def _draft(
     tokens, weights, masses, length, seed, scale, place, stream, V, B, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -63,8 +70,7 @@ def _draft(
     which, before, at = _place(masses, u, B, SPLITS)
     index = which * CHUNK + tl.arange(0, CHUNK)
     mass = _mass(tl.load(weights + index, mask=index < V, other=0.0), scale)
-    passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
-    tl.store(tokens + place, tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64))
+    tl.store(tokens + place, _token(which, before, at, mass, V, CHUNK))
 
 
 def draft(tokens: Tensor, law: Law, length: Tensor, seed: Tensor, place: int, stream: int) -> None:
@@ -88,13 +94,12 @@ def _judge(
     last = tl.load(rows).to(tl.int32) - 1
     there = i < last
     token = tl.load(tokens + i + 1, mask=there & (i + 1 < COUNT), other=0)
-    total_p = tl.load(total + i, mask=there, other=1).to(tl.float64) / scale
-    total_q = tl.load(draft_total + i, mask=there, other=1).to(tl.float64) / scale
-    p = (tl.load(weights + i * V + token, mask=there, other=0.0).to(tl.float64) / total_p).to(tl.float32)
-    q = (tl.load(drafts + i * V + token, mask=there, other=0.0).to(tl.float64) / total_q).to(tl.float32)
+    row = tl.where(there, i, 0)
+    p = _probability(weights, total, row, token, scale, V, there)
+    q = _probability(drafts, draft_total, row, token, scale, V, there)
     place = tl.load(positions + i, mask=there, other=0) + 1
     u = _uniform(tl.load(seed), place, stream)
-    good = there & (u.to(tl.float64) * q.to(tl.float64) < p.to(tl.float64))
+    good = there & (u.to(tl.float64) * q < p)
     accepted = tl.min(tl.where(good, ROWS, i), axis=0)
     tl.store(verdict, accepted.to(tl.int64))
     tl.store(verdict + 1, (accepted < last).to(tl.int64))
@@ -102,7 +107,7 @@ def _judge(
 
 @triton.jit
 def _residual(
-    rest, verdict, weights, masses, total, drafts, draft_total, rows, scale, V, B, S, CHUNK: tl.constexpr,
+    rest, verdict, weights, masses, total, drafts, draft_total, rows, scale, V, B, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Mass of each part of max(p - q, 0) at the first refusal, of p where nothing was refused."""
@@ -122,11 +127,9 @@ def _residual(
 
 @triton.jit
 def _left(weights, total, drafts, draft_total, row, at, scale, V):
-    p = tl.load(weights + row * V + at, mask=at < V, other=0.0).to(tl.float64)
-    q = tl.load(drafts + row * V + at, mask=at < V, other=0.0).to(tl.float64)
-    p = (p / (tl.load(total + row).to(tl.float64) / scale)).to(tl.float32)
-    q = (q / (tl.load(draft_total + row).to(tl.float64) / scale)).to(tl.float32)
-    return tl.maximum(p.to(tl.float64) - q.to(tl.float64), 0.0)
+    p = _probability(weights, total, row, at, scale, V, at < V)
+    q = _probability(drafts, draft_total, row, at, scale, V, at < V)
+    return tl.maximum(p - q, 0.0)
 
 
 @triton.jit
@@ -150,14 +153,12 @@ def _settle_verdict(
             which, before, at = _place(rest, u, B, SPLITS)
             index = which * CHUNK + tl.arange(0, CHUNK)
             mass = _mass(_left(weights, total, drafts, draft_total, accepted, index, scale, V), scale)
-            passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
-            final = tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64)
+            final = _token(which, before, at, mass, V, CHUNK)
         else:
             which, before, at = _place(masses + accepted * B, u, B, SPLITS)
             index = which * CHUNK + tl.arange(0, CHUNK)
             mass = _mass(tl.load(weights + accepted * V + index, mask=index < V, other=0.0), scale)
-            passed = tl.sum((before + tl.cumsum(mass, axis=0) <= at).to(tl.int32), axis=0)
-            final = tl.minimum(which * CHUNK + passed, V - 1).to(tl.int64)
+            final = _token(which, before, at, mass, V, CHUNK)
     drafted = tl.load(tokens + i + 1, mask=i + 1 < COUNT, other=-1).to(tl.int32)
     _close(
         new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, i, drafted,
@@ -182,7 +183,7 @@ def sampled(
         PDL=chained(), num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
     _residual[(splits,)](
-        rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, rows, scale, vocab, splits, count,
+        rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, rows, scale, vocab, splits,
         CHUNK=CHUNK, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
     _settle_verdict[(1,)](

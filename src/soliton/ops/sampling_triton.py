@@ -136,6 +136,27 @@ def _need(hits, row, top_p, R, FIRST: tl.constexpr, DIGITS: tl.constexpr):
 
 
 @triton.jit
+def _edges(
+    hits, tops, row, top_k, top_p, V, R, B, FIRST: tl.constexpr, SECOND: tl.constexpr, SPLITS: tl.constexpr,
+    DIGITS: tl.constexpr,
+):  # fmt: skip
+    """(largest scaled logit; key of the last logit that top-k keeps, how many of its ties stay; least mass that reaches
+    top_p, bits of the weight at which it does, -1 where top-p is off), when all passes are over."""
+    share = tl.load(top_p)
+    edge, stay = _kth(hits, row, tl.load(top_k), V, R, FIRST, DIGITS)
+    need = _need(hits, row, share, R, FIRST, DIGITS)
+    floor = tl.where(share < 1, _edge(hits, row, need, R, FIRST, SECOND, 25, DIGITS), -1)
+    return _top(tops, row, B, SPLITS), edge, stay, need, floor
+
+
+@triton.jit
+def _scaled(logits, row, part, temperature, V, ld, CHUNK: tl.constexpr):
+    """(places of a part, its logits over the temperature; -inf beyond V)."""
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    return at, tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+
+
+@triton.jit
 def _tops(
     tops, hits, logits, temperature, live, V, ld, B, R, PASSES: tl.constexpr, DIGITS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -145,8 +166,7 @@ def _tops(
         gdc_launch_dependents()
         gdc_wait()
     if row < tl.load(live):
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+        _, x = _scaled(logits, row, part, temperature, V, ld, CHUNK)
         tl.store(tops + row * B + part, tl.max(x, axis=0))
         if part == 0:
             digit = tl.arange(0, DIGITS)
@@ -167,8 +187,7 @@ def _count(
     wanted = tl.load(top_k)
     if (row < tl.load(live)) & (wanted > 0) & (wanted < V):
         base = _edge(hits, row, wanted, R, 0, PASS, 27, DIGITS)
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+        at, x = _scaled(logits, row, part, temperature, V, ld, CHUNK)
         key = tl.where(at < V, _key(x), -1)
         digit = tl.arange(0, DIGITS)
         threshold = base + (digit.to(tl.int64) << max(27 - 5 * PASS, 0))
@@ -193,8 +212,7 @@ def _weigh(
         base = edge * 0
         if PASS > 0:
             base = _edge(hits, row, _need(hits, row, share, R, FIRST, DIGITS), R, FIRST, PASS, 25, DIGITS)
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+        at, x = _scaled(logits, row, part, temperature, V, ld, CHUNK)
         weight = tl.exp(x - top)
         mass = tl.where((at < V) & (_key(x) > edge), _mass(weight, scale), 0)
         bits = weight.to(tl.int32, bitcast=True).to(tl.int64)
@@ -219,13 +237,8 @@ def _tie(
         gdc_launch_dependents()
         gdc_wait()
     if row < tl.load(live):
-        share = tl.load(top_p)
-        top = _top(tops, row, B, SPLITS)
-        edge, _ = _kth(hits, row, tl.load(top_k), V, R, FIRST, DIGITS)
-        need = _need(hits, row, share, R, FIRST, DIGITS)
-        floor = tl.where(share < 1, _edge(hits, row, need, R, FIRST, SECOND, 25, DIGITS), -1)
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+        top, edge, _, _, floor = _edges(hits, tops, row, top_k, top_p, V, R, B, FIRST, SECOND, SPLITS, DIGITS)
+        at, x = _scaled(logits, row, part, temperature, V, ld, CHUNK)
         key = tl.where(at < V, _key(x), -2)
         weight = tl.exp(x - top)
         bits = weight.to(tl.int32, bitcast=True).to(tl.int64)
@@ -247,11 +260,7 @@ def _settle(
         gdc_launch_dependents()
         gdc_wait()
     if row < tl.load(live):
-        share = tl.load(top_p)
-        top = _top(tops, row, B, SPLITS)
-        edge, stay = _kth(hits, row, tl.load(top_k), V, R, FIRST, DIGITS)
-        need = _need(hits, row, share, R, FIRST, DIGITS)
-        floor = tl.where(share < 1, _edge(hits, row, need, R, FIRST, SECOND, 25, DIGITS), -1)
+        top, edge, stay, need, floor = _edges(hits, tops, row, top_k, top_p, V, R, B, FIRST, SECOND, SPLITS, DIGITS)
         parts = tl.arange(0, SPLITS)
         there = parts < B
         before = there & (parts < part)
@@ -261,8 +270,7 @@ def _settle(
         tie = tl.exp(_unkey(edge) - top)
         tie_bits = tie.to(tl.int32, bitcast=True).to(tl.int64)
         over_mass += tl.where((stay > 0) & (tie_bits > floor), stay * _mass(tie, scale), 0)
-        at = part * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row * ld + at, mask=at < V, other=float("-inf")) / tl.load(temperature)
+        at, x = _scaled(logits, row, part, temperature, V, ld, CHUNK)
         key = tl.where(at < V, _key(x), -2)
         weight = tl.exp(x - top)
         bits = weight.to(tl.int32, bitcast=True).to(tl.int64)

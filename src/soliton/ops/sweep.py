@@ -279,15 +279,15 @@ def kda(
 # -- from a tape -------------------------------------------------------------------------------------------------------
 
 
-def fuse(entries: list[Any], live: Tensor | None, *, merge: bool, entry: Any) -> list[Any]:
-    """The entries of a recording with their products as sweeps over ``live`` rows (int64 [1]). ``merge`` False: one
-    instruction a launch, for comparison. ``entry(op, call)`` makes an entry of a launch."""
-    return _Fuser(entries, live, merge, entry).run()
+def fuse(entries: list[Any], live: Tensor | None, *, entry: Any) -> list[Any]:
+    """The entries of a recording with their products as sweeps over ``live`` rows (int64 [1]).
+    ``entry(op, call)`` makes an entry of a launch."""
+    return _Fuser(entries, live, entry).run()
 
 
 class _Fuser:
-    def __init__(self, entries: list[Any], live: Tensor | None, merge: bool, entry: Any) -> None:
-        self.entries, self.live, self.merge, self.entry = entries, live, merge, entry
+    def __init__(self, entries: list[Any], live: Tensor | None, entry: Any) -> None:
+        self.entries, self.live, self.entry = entries, live, entry
         self.open: Sweep | None = None
         self.made: list[Any] = []
         self.norms: dict[int, Any] = {}  # address of a normed buffer -> the entry that would make it
@@ -337,9 +337,7 @@ class _Fuser:
 
     def _put(self, rows: int, *new: Instruction) -> None:
         """Instructions that belong together; each list has buffers of one row count."""
-        if self.open is not None and (
-            not self.merge or self.open.rows != rows or len(self.open.instructions) + len(new) > LIST
-        ):
+        if self.open is not None and (self.open.rows != rows or len(self.open.instructions) + len(new) > LIST):
             self._close()
         if self.open is None:
             self.open = Sweep(rows, self.live)
@@ -377,7 +375,7 @@ class _Fuser:
         first = product(act_shared, source, shared_up, limit=shared_limit, **kind)
         second = up(act, source, w_up, norm=kind.get("norm"), limit=limit)
         third = down(target, act, w_down, (act_shared, shared_down), add=adds)
-        if self.merge and self.open is not None and self.open.instructions[-1].kind == ROUTE:
+        if self.open is not None and self.open.instructions[-1].kind == ROUTE:
             # the shared expert's weights arrive while the choice is made
             self._put(rows, first, second, third)
         else:

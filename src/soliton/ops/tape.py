@@ -77,7 +77,7 @@ class Tape:
         else:
             function(*args)
 
-    def finish(self, live: Tensor | None, *, merge: bool = True) -> None:
+    def finish(self, live: Tensor | None) -> None:
         """On a GPU: turn the recorded products into sweeps over ``live`` rows (int64 [1]). Elsewhere nothing."""
         if not self.fused:
             return
@@ -86,7 +86,7 @@ class Tape:
         def entry(op: str, call: Callable[[], Any]) -> Entry:
             return Entry(op, str(call), call, (), call)
 
-        self.entries = fuse(self.entries, live, merge=merge, entry=entry)
+        self.entries = fuse(self.entries, live, entry=entry)
 
     def run(self) -> None:
         """Replay the recorded calls in order."""

@@ -141,25 +141,36 @@ def greedy(
 
 
 @triton.jit
-def _boundary(boundary, hidden, taken, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _keep_row(to, rows, taken, flag, H, FLAGGED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.load(taken) - 1
     if row >= 0:
-        value = tl.load(hidden + row * H + at, mask=at < H)
-        tl.store(boundary + at, value, mask=at < H)
-        tl.store(boundary + H + at, value, mask=at < H)
+        value = tl.load(rows + row * H + at, mask=at < H)
+        tl.store(to + at, value, mask=at < H)
+        tl.store(to + H + at, value, mask=at < H)
+        if FLAGGED:
+            tl.store(flag, row * 0 + 1, mask=tl.program_id(0) == 0)
+
+
+def _keep(to: Tensor, rows: Tensor, taken: Tensor, flag: Tensor | None) -> None:
+    wide = rows.shape[1]
+    _keep_row[(triton.cdiv(wide, 1024),)](
+        to, rows, taken, flag if flag is not None else taken, wide, FLAGGED=flag is not None, BLOCK=1024,
+        PDL=chained(), num_warps=4, launch_pdl=chained(),
+    )  # fmt: skip
 
 
 def commit_boundary(boundary: Tensor, hidden: Tensor, taken: Tensor) -> None:
     """boundary[2, H] = the last committed row of hidden[R, H], twice; taken 0 leaves it."""
-    size = 1024
-    wide = hidden.shape[1]
-    _boundary[(triton.cdiv(wide, size),)](
-        boundary, hidden, taken, wide, BLOCK=size, PDL=chained(), num_warps=4, launch_pdl=chained()
-    )
+    _keep(boundary, hidden, taken, None)
+
+
+def keep_seed(seed: Tensor, drafted: Tensor, out: Tensor, taken: Tensor) -> None:
+    """seed[2, H] = the last committed row of the MTP's out[R, H], twice, and drafted = 1; taken 0 leaves both."""
+    _keep(seed, out, taken, drafted)
 
 
 @triton.jit
@@ -309,26 +320,3 @@ def extend_rows(ids: Tensor, live: Tensor, new_tokens: Tensor, taken: Tensor) ->
         ids, live, new_tokens, taken, COUNT=count, ROWS=max(2, triton.next_power_of_2(count)), PDL=chained(),
         num_warps=1, launch_pdl=chained(),
     )  # fmt: skip
-
-
-@triton.jit
-def _seed(seed, drafted, out, taken, H, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.load(taken) - 1
-    if row >= 0:
-        value = tl.load(out + row * H + at, mask=at < H)
-        tl.store(seed + at, value, mask=at < H)
-        tl.store(seed + H + at, value, mask=at < H)
-        if tl.program_id(0) == 0:
-            tl.store(drafted, row * 0 + 1)
-
-
-def keep_seed(seed: Tensor, drafted: Tensor, out: Tensor, taken: Tensor) -> None:
-    """seed[2, H] = the last committed row of the MTP's out[R, H], twice, and drafted = 1; taken 0 leaves both."""
-    wide = out.shape[1]
-    _seed[(triton.cdiv(wide, 1024),)](
-        seed, drafted, out, taken, wide, BLOCK=1024, PDL=chained(), num_warps=4, launch_pdl=chained()
-    )

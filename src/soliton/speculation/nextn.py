@@ -18,7 +18,7 @@ from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
 from ..ops.tape import Tape
 from ..sampling import accept, law, penalties, philox
-from .verify import Laws, Mode, processors
+from .verify import Laws, Mode, commit_boundary, processors
 from .verify import kernels as verify_kernels
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def _extend_rows(ids: Tensor, live: Tensor, relay: Relay) -> None:
 
 
 def _keep_seed(relay: Relay, out: Tensor) -> None:
-    index = (relay.taken - 1).clamp_min(0).expand(2)
-    relay.seed.copy_(torch.where(relay.taken > 0, out.index_select(0, index), relay.seed))
+    commit_boundary(relay.seed, out, relay.taken)
     relay.drafted.copy_(torch.maximum(relay.drafted, (relay.taken > 0).to(torch.int64)))
 
 
