@@ -1,10 +1,11 @@
-"""Everything that needs a GPU in one go: the tests, then the steps that docs/results.md shows, then one table.
+"""Everything that needs a GPU in one go: the tests, then the numbers that docs/results.md shows, then their tables.
 
-    python benchmarks/gpu.py [tests|steps|all] [--models NAME ...] [--rows N ...] [--out DIR] [--limit SECONDS]
+    python benchmarks/gpu.py [tests|steps|ttft|all] [--models NAME ...] [--rows N ...] [--out DIR] [--limit SECONDS]
 
-tests: pytest tests/gpu, stopped at the first failures; steps are measured only behind green tests (or with `steps`).
+tests: pytest tests/gpu, stopped at the first failures; `all` measures only behind green tests.
 steps: `soliton measure step` for each model and number of rows, greedy, at a context of 8192, and a sampled one.
---out takes the JSON lines (steps.jsonl) and the log. The last lines are the table.
+ttft: `soliton measure ttft` for each model, a prompt of 8192 tokens.
+--out takes the JSON lines (steps.jsonl, ttft.jsonl). The last lines are the tables.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def run_tests(limit: float) -> bool:
     return done.returncode == 0
 
 
-def measure(model: str, *words: str, limit: float) -> dict[str, Any] | None:
+def measure(what: str, model: str, *words: str, limit: float) -> dict[str, Any] | None:
     """One report, or None when it failed (its words are printed)."""
-    base = [sys.executable, "-m", "soliton", "measure", "step", model, "--json", "--max-context", "9216"]
+    base = [sys.executable, "-m", "soliton", "measure", what, model, "--json", "--max-context", "9216"]
     command = [*base, "--speculation", "off", *words]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit)
@@ -53,33 +54,56 @@ def measure(model: str, *words: str, limit: float) -> dict[str, Any] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("tests", "steps", "all"))
+    parser.add_argument("what", nargs="?", default="all", choices=("tests", "steps", "ttft", "all"))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 6, 9, 17])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all of it")
     args = parser.parse_args()
     ends = time.monotonic() + args.limit
-    if args.what != "steps":
+    if args.what in ("tests", "all"):
         good = run_tests(ends - time.monotonic())
         if not good or args.what == "tests":
             return 0 if good else 1
-    reports = []
+    wanted: list[tuple[str, str, tuple[str, ...]]] = []
     for model in args.models:
-        for words in (*(("--rows", str(n)) for n in args.rows), ("--rows", "1", *SAMPLED)):
-            left = ends - time.monotonic()
-            report = measure(model, *words, limit=left) if left > 20 else None
-            if report is not None:
-                reports.append(report)
-                print(json.dumps(report), flush=True)
-                if args.out is not None:
-                    with (args.out / "steps.jsonl").open("a", encoding="utf-8") as lines:
-                        lines.write(json.dumps(report) + "\n")
-    show(reports)
-    return 0 if reports else 1
+        if args.what != "ttft":
+            wanted += [("step", model, ("--rows", str(n))) for n in args.rows]
+            wanted.append(("step", model, ("--rows", "1", *SAMPLED)))
+        if args.what != "steps":
+            wanted.append(("ttft", model, ()))
+    reports: dict[str, list[dict[str, Any]]] = {"step": [], "ttft": []}
+    for what, model, words in wanted:
+        left = ends - time.monotonic()
+        report = measure(what, model, *words, limit=left) if left > 20 else None
+        if report is not None:
+            reports[what].append(report)
+            print(json.dumps(report), flush=True)
+            if args.out is not None:
+                name = {"step": "steps.jsonl", "ttft": "ttft.jsonl"}[what]
+                with (args.out / name).open("a", encoding="utf-8") as lines:
+                    lines.write(json.dumps(report) + "\n")
+    if reports["step"]:
+        show_steps(reports["step"])
+    if reports["ttft"]:
+        show_ttft(reports["ttft"])
+    return 0 if sum(map(len, reports.values())) == len(wanted) else 1
 
 
-def show(reports: list[dict[str, Any]]) -> None:
+def show_ttft(reports: list[dict[str, Any]]) -> None:
+    """The table of first tokens."""
+    table = Table(title="time to first token of a fresh prompt of 8192 tokens, in ms")
+    for head in ("model", "ttft", "spread", "prefill tokens/s", "chunk", "ready, s", "from start, s"):
+        table.add_column(head)
+    for r in reports:
+        spread = f"{r['spread_ms'][0]:.0f} to {r['spread_ms'][1]:.0f}"
+        cells = (r["model"], r["ttft_ms"], spread, round(r["prefill_tokens_s"]), r["prefill_chunk"])
+        table.add_row(*(str(c) for c in (*cells, r["load_s"], r["first_token_s"])))
+    Console(width=160).print(table)
+
+
+def show_steps(reports: list[dict[str, Any]]) -> None:
+    """The table of steps."""
     table = Table(title="steps at a context of 8192, in µs")
     for head in ("model", "sampling", "rows", "step", "spread", "floor", "ratio", "GB", "experts", "idle", "kernels"):
         table.add_column(head)

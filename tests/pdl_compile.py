@@ -18,8 +18,6 @@ from pdl_check import unwaited
 
 Found = dict[str, list[tuple[str, list[int]]]]
 
-LAW = "*i64 *fp32 *fp32 *fp32 *i64 *fp32"
-SPLIT: dict[str, Any] = {"DIGITS": 32, "CHUNK": 1024}
 BLOCKS = {"COUNT": 6, "ROWS": 8}
 
 # By module and kernel: the types of the arguments that are no constants, the constants.
@@ -37,17 +35,20 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "mla_triton": {
         "_heads": (
             "*bf16 *bf16 *bf16 *bf16 i32 i32 i32 i32 i32 i32 *i64",
-            {"K": 512, "N": 128, "BR": 16, "BN": 64, "BK": 128, "GATED": True},
+            {"K": 512, "N": 128, "BR": 16, "BN": 32, "GATED": True},
         ),
         "_enter": (
-            "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i64 *i64 i32 i32 i32 i32 i32 i32 fp32 i32",
-            {"NOPE": 128, "C": 512, "ROPE": 64, "TURNED": True},
+            "*bf16 *bf16 *bf16 *bf16 *bf16 *fp32 *fp32 *i64 *i64 i32 i32 i32 i32 i32 fp32",
+            {"n": 32, "HEADS": 32, "NOPE": 128, "C": 512, "ROPE": 64, "TURNED": True, "BR": 16, "BN": 64},
         ),
         "_attend": (
-            "*fp32 *fp32 *bf16 *bf16 *i64 *i64 i32 i32 i32 fp32 i32",
-            {"C": 512, "ROPE": 64, "TILE": 16, "BLOCK": 64},
+            "*fp32 *fp32 *bf16 *bf16 *i64 *i64 i32 i32 fp32 i32",
+            {"n": 32, "C": 512, "ROPE": 64, "ROWS": 32, "TILE": 64, "BLOCK": 64, "GROUPED": True},
         ),
-        "_combine": ("*bf16 *fp32 *fp32 *i64 *i64 i32 i32 i32", {"C": 512}),
+        "_combine": (
+            "*bf16 *fp32 *fp32 *i64 *i64 i32 i32",
+            {"n": 32, "C": 512, "PARTS": 256, "STEPS": 5, "TOGETHER": 32, "COLUMNS": 64},
+        ),
     },
     "verdict_triton": {
         "_refill": ("*i64 *i64 *i64 *fp32 *i64 *i64 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
@@ -63,24 +64,15 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "_chain_row": ("*i64 *i64 *fp32 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
         "_extend": ("*i64 *i64 *i64 *i64", BLOCKS),
     },
-    "sampling_triton": {
-        "_tops": ("*fp32 *i64 *fp32 *fp32 *i64 i32 i32 i32 i32", {"PASSES": 13, **SPLIT}),
-        "_count": ("*i64 *fp32 *fp32 *i64 *i64 i32 i32 i32", {"PASS": 6, **SPLIT}),
-        "_weigh": (LAW + " *i64 fp32 i32 i32 i32 i32", {"PASS": 5, "FIRST": 7, "SPLITS": 256, **SPLIT}),
-        "_tie": ("*i32 *i64 " + LAW + " *i64 fp32 i32 i32 i32 i32", {"FIRST": 7, "SECOND": 6, "SPLITS": 256, **SPLIT}),
-        "_settle": (
-            "*fp32 *i64 *i32 *i64 " + LAW + " *fp32 *i64 fp32 i32 i32 i32 i32",
-            {"FIRST": 7, "SECOND": 6, "SPLITS": 256, **SPLIT},
-        ),
-        "_sum": ("*i64 *i64 *i64 i32", {"SPLITS": 256}),
-    },
     "draws_triton": {
         "_draft": ("*i64 *fp32 *i64 *i64 *i64 fp32 i32 i32 i32 i32", {"SPLITS": 256, "CHUNK": 1024}),
-        "_judge": ("*i64 *fp32 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32", BLOCKS),
-        "_residual": ("*i64 *i64 *fp32 *i64 *i64 *fp32 *i64 *i64 fp32 i32 i32", {"CHUNK": 1024}),
+        "_residual": (
+            "*i64 *i64 *fp32 *i64 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32 i32",
+            {"CHUNK": 1024, **BLOCKS},
+        ),
         "_settle_verdict": (
             "*i64 " * 8 + "*u8 i32 *i64 *i64 *fp32 *i64 *i64 *fp32 " + "*i64 " * 5 + "fp32 i32 i32 i32",
-            {"SPLITS": 256, "CHUNK": 1024, **BLOCKS},
+            {"SPLITS": 256, "CHUNK": 1024, "DRAFTED": True, **BLOCKS},
         ),
     },
 }
@@ -118,22 +110,22 @@ def triton_kernels() -> Found:
 
 
 def cuda_kernels() -> Found:
-    """The sweep, at both widths."""
+    """The sweep, at all widths, and the law."""
     from cuda.bindings import nvrtc
 
-    from soliton.ops import sweep
+    from soliton.ops import cuda, law, sweep
 
     found = {}
-    source = Path(sweep.__file__).with_name("sweep.cu").read_bytes()
-    for tiles in (1, 2):
-        program = nvrtc.nvrtcCreateProgram(source, b"sweep.cu", 0, [], [])[1]
+    variants = [("sweep.cu", f" {tiles}", sweep.defines(tiles)) for tiles in sweep.HALVES]
+    for source, variant, defines in [*variants, ("law.cu", "", law.defines())]:
+        program = nvrtc.nvrtcCreateProgram(cuda.whole(source), source.encode(), 0, [], [])[1]
         options = [b"--gpu-architecture=compute_90a", b"--std=c++17"]
-        options += [f"-D{name}={value}".encode() for name, value in sweep.defines(tiles).items()]
+        options += [f"-D{name}={value}".encode() for name, value in defines.items()]
         assert int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]) == 0
         ptx = b" " * int(nvrtc.nvrtcGetPTXSize(program)[1])
         nvrtc.nvrtcGetPTX(program, ptx)
         for kernel, early in unwaited(ptx.rstrip(b"\0").decode()).items():
-            found[f"{kernel} {tiles}"] = early
+            found[kernel + variant] = early
     return found
 
 

@@ -1,25 +1,37 @@
 """Tunes the kernels of flash-linear-attention for the supported models on this GPU, and keeps what it found.
 
-    python tools/tune_prompts.py [DIR]
+    python tools/tune_prompts.py [DIR] [--most N] [--processes N]
 
 Without tuned configurations the first prompt of a head count waits over a minute. DIR defaults to the package's own
-``ops/tuned/<device>``, which the engine points the library to. One JSON file a kernel, in the library's format; tuned
-at 8192 tokens, and matched to other lengths by the library. Takes some minutes, and a GPU.
+``ops/tuned/<device>``, which the engine points the library to. One JSON file a kernel, in the library's format. No key
+of the library holds the prompt's length but l2norm's (in steps of 65536 rows of heads), and a key that no file has is
+matched by the numbers' places (FLA_CACHE_MODE=fuzzy), so any length and head count finds a configuration.
+
+Most of the time is compiling. So first several processes compile, each every n-th configuration, into Triton's cache
+on disk, without a launch; then one process alone times them. --most N: at most N configurations of a kernel, spread
+over its list. A bounded law tries 7 kernels with 106 configurations in all on an H200 (l2norm 25, gate and its sum 6,
+diagonal blocks 12, solving 6, factors 9, states 12, outputs 36); for a softplus law 16 others take the diagonal blocks.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import hashlib
 import json
+import math
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-HEADS = (16, 32)  # Ling-3.0-tiny; Ling-3.0-flash and Kimi-Linear
+# heads and gate law of Ling-3.0-tiny, Ling-3.0-flash and Kimi-Linear
+LAYERS = ((16, "bounded"), (32, "bounded"), (32, "softplus"))
 TOKENS = 8192
 WIDTH = 128
+WARM_MS, TIMED_MS = 5, 25  # of each configuration; the kernels take 20 to 300 µs
 
 
 def entries(cache: dict[tuple[Any, ...], Any]) -> dict[str, dict[str, Any]]:
@@ -46,28 +58,113 @@ def dump(directory: Path, tuners: dict[str, dict[tuple[Any, ...], Any]]) -> int:
     return len(tuned)
 
 
-def main() -> int:
-    os.environ["FLA_CACHE_MODE"] = "disabled"
+def spread(configs: list[Any], most: int | None) -> list[Any]:
+    """At most ``most`` of them, over the whole list, which is a product of choices: a step that divides its length
+    would leave some choices out."""
+    if most is None or len(configs) <= most:
+        return list(configs)
+    step = max(len(configs) // most, 2)
+    while math.gcd(step, len(configs)) > 1:
+        step += 1
+    return [configs[i * step % len(configs)] for i in range(most)]
+
+
+def call(heads: int, law: str) -> None:
+    """One recurrence over TOKENS rows."""
     import torch
-    from rich.progress import track
-    from triton.runtime.autotuner import Autotuner
 
     from soliton.ops import bulk
 
-    def call(heads: int, law: str) -> None:
-        rows = torch.randn(TOKENS, 3 * heads * WIDTH, device="cuda", dtype=torch.bfloat16)
-        gate = torch.randn(TOKENS, heads * WIDTH, device="cuda", dtype=torch.bfloat16)
-        out = torch.empty(TOKENS, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
-        a = torch.rand(heads * WIDTH, device="cuda")
-        state = torch.zeros(heads, WIDTH, WIDTH, device="cuda")
-        bulk.recurrence(out, rows, gate, gate[:, :heads], a, a, state, law, -5.0, 1e-6)  # type: ignore[arg-type]
-        torch.cuda.synchronize()
+    def rows(width: int) -> Any:
+        return torch.randn(TOKENS, width, device="cuda", dtype=torch.bfloat16)
 
-    for heads, law in track([(h, law) for h in HEADS for law in ("bounded", "softplus")], description="tuning"):
+    q, k, v, gate = (rows(heads * WIDTH) for _ in range(4))
+    out = rows(heads * WIDTH).view(TOKENS, heads, WIDTH)
+    a = torch.rand(heads * WIDTH, device="cuda") + 0.1
+    state = torch.zeros(heads, WIDTH, WIDTH, device="cuda")
+    bulk.recurrence(out, q, k, v, gate, gate[:, :heads], a, a, state, law, -5.0, 1e-6)  # type: ignore[arg-type]
+    torch.cuda.synchronize()
+
+
+def tuners(most: int | None) -> list[Any]:
+    """The library's tuners, with ``most`` configurations each."""
+    import fla.ops.kda  # noqa: F401 - makes them
+    from triton.runtime.autotuner import Autotuner
+
+    found = [o for o in gc.get_objects() if isinstance(o, Autotuner)]
+    for tuner in found:
+        tuner.configs = spread(tuner.configs, most)
+    return found
+
+
+def compile_part(part: int, parts: int, most: int | None) -> None:
+    """Compile every ``parts``-th configuration, from ``part`` on, and launch nothing of what is tuned."""
+    from triton.runtime.autotuner import Autotuner
+
+    tuners(most)
+    seen: set[tuple[Any, ...]] = set()
+
+    def only_compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        for config in self.configs:
+            mine = len(seen) % parts == part
+            # what a kernel is compiled for besides its configuration: the constants, and which arguments are there
+            constants = {n: v for n, v in kwargs.items() if isinstance(v, (bool, int, float, str, type(None)))}
+            what = (self.base_fn.__name__, str(config), str(sorted(constants.items(), key=str)))
+            if what in seen:
+                continue
+            seen.add(what)
+            if mine:
+                try:
+                    self.fn.run(*args, **{**kwargs, "warmup": True}, **config.all_kwargs())
+                except Exception as error:  # the timing process meets it again, and knows what to do
+                    print(f"{what[0]}, {config}: {error}", file=sys.stderr)
+
+    for kind in {Autotuner, *Autotuner.__subclasses__()}:
+        kind.run = only_compile
+    for heads, law in LAYERS:
         call(heads, law)
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else bulk.tuned()
-    found = {o.base_fn.__name__: o.cache for o in gc.get_objects() if isinstance(o, Autotuner)}
-    print(f"{dump(directory, found)} kernels in {directory}")
+
+
+def tune(directory: Path | None, most: int | None) -> int:
+    """Time every configuration, alone on the GPU, and write the best; returns how many kernels."""
+    import triton
+    from rich.progress import track
+
+    from soliton.ops import bulk
+
+    def brief(run: Any, quantiles: Any) -> Any:
+        return triton.testing.do_bench(run, warmup=WARM_MS, rep=TIMED_MS, quantiles=quantiles)
+
+    found = tuners(most)
+    for tuner in found:
+        tuner.__dict__["do_bench"] = brief
+    for heads, law in track(LAYERS, description="timing"):
+        call(heads, law)
+    return dump(directory or bulk.tuned(), {tuner.base_fn.__name__: tuner.cache for tuner in found})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", nargs="?", type=Path, help="where the files go; the package's own when left out")
+    parser.add_argument("--most", type=int, metavar="N", help="configurations of a kernel; all when left out")
+    parser.add_argument("--processes", type=int, metavar="N", help="that compile; as many as cores when left out")
+    parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    os.environ["FLA_CACHE_MODE"] = "disabled"  # read when the library is imported
+    os.environ["FLA_CACHE_RESULTS"] = "0"
+    count = args.processes if args.processes is not None else len(os.sched_getaffinity(0))
+    if args.part is not None:
+        compile_part(args.part, count, args.most)
+        return 0
+    begun = time.perf_counter()
+    base = [sys.executable, __file__, "--processes", str(count)]
+    base += [] if args.most is None else ["--most", str(args.most)]
+    ended = [worker.wait() for worker in [subprocess.Popen([*base, "--part", str(i)]) for i in range(count)]]
+    compiled = time.perf_counter()
+    if any(ended):
+        print(f"{sum(map(bool, ended))} of {count} processes failed; what they left is compiled while it is timed")
+    kernels = tune(args.directory, args.most)
+    print(f"{kernels} kernels; compiling took {compiled - begun:.0f} s, timing {time.perf_counter() - compiled:.0f} s")
     return 0
 
 

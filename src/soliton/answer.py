@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .checkpoint.tokenizer import Tokenizer
 from .context.checkpoints import Snapshot
-from .model.prefill import Pass, logits_of
+from .model.prefill import Pass, logits_in_parts
 from .runtime import Runtime
 from .sampling.logprobs import TokenLogprob, assemble, gather
 from .sampling.params import Resolved
@@ -102,15 +102,16 @@ class Answer:
 
     def run(self, aborted: Callable[[], bool]) -> Iterator[Block]:
         """Yield blocks; exactly the last has a finish reason. ``finish`` must be called afterwards, come what may."""
+        runtime, params = self._runtime, self.params
+        if self._limit >= 1:  # before the prompt: its copies to a GPU would wait until that has been read
+            with torch.inference_mode():
+                begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
         if not self._read_prompt(aborted):
             yield Block(token_ids=(), text="", logprobs=None, finish_reason="abort")
             return
         if self._limit < 1:
             yield Block(token_ids=(), text="", logprobs=None, finish_reason="length")
             return
-        runtime, params = self._runtime, self.params
-        with torch.inference_mode():
-            begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
         program = runtime.program(params)
         cutter = Cutter(runtime.checkpoint.tokenizer, params)
         steps = runtime.loop.run(
@@ -187,12 +188,13 @@ class Answer:
         """Log-probabilities of the prompt's own tokens that this pass predicts."""
         assert self.prompt_logprobs is not None and self.params.prompt_logprobs is not None
         runtime = self._runtime
-        logits = logits_of(runtime.weights, runtime.checkpoint.spec, step.hidden, step.tape)
-        following = self.prompt[step.start + 1 : step.start + step.count + 1]
-        top = self.params.prompt_logprobs
-        values: tuple[Tensor, Tensor, Tensor] = gather(logits, torch.tensor(following, device=logits.device), top)
-        chosen, ids, best = (v.tolist() for v in values)
-        self.prompt_logprobs += assemble(following, chosen, ids, best, count=len(following), top=top)
+        at, top = step.start + 1, self.params.prompt_logprobs
+        for logits in logits_in_parts(runtime.weights, runtime.checkpoint.spec, step):
+            following = self.prompt[at : at + logits.shape[0]]
+            values: tuple[Tensor, Tensor, Tensor] = gather(logits, torch.tensor(following, device=logits.device), top)
+            chosen, ids, best = (v.tolist() for v in values)
+            self.prompt_logprobs += assemble(following, chosen, ids, best, count=len(following), top=top)
+            at += logits.shape[0]
 
     def _take(self, step: StepOutput) -> None:
         """Note what the device committed, and turn a snapshot of this step into a checkpoint."""

@@ -31,6 +31,7 @@ __all__ = [
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 DEFAULT_STEPS = 3
 DEFAULT_MAX_CONTEXT = 8192
+PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
 MIB = 1 << 20
 # bytes of weights up to which a second thread brings a few per cent and, on a busy machine, costs ten times that
 SMALL_MODEL = 64 * MIB
@@ -95,9 +96,10 @@ class EngineConfig:
     checkpoint_budget: int | str | None = setting(
         "memory for prefix checkpoints; 256MiB on a CPU and 2GiB on a GPU when unset", default=None, unit="bytes", low=0
     )
-    prefill_chunk: int = setting(
-        "prompt tokens computed at once; prompts are cut at absolute multiples of it",
-        default=512,
+    prefill_chunk: int | None = setting(
+        "prompt tokens computed at once; prompts are cut at absolute multiples of it; 512 on a CPU and where reuse is "
+        "exact, else 8192 on a GPU, when unset",
+        default=None,
         unit="tokens",
         low=1,
         high=65536,
@@ -239,6 +241,9 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
             depth = decide("run_ahead", 0, "a CPU runs the step and the host in turn: reading late would only delay")
         else:
             depth = decide("run_ahead", 2, "the default: a host stall of a step or two never reaches the GPU")
+    chunk = config.prefill_chunk
+    if chunk is None:
+        chunk = decide("prefill_chunk", *_chunk_for(kind, config.prefix_reuse))
     executor = config.executor
     if executor == "auto":
         reason = "one replay a step" if kind == "cuda" else "graphs need a CUDA device"
@@ -268,11 +273,21 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         max_context=max_context,
         run_ahead=depth,
         executor=executor,
+        prefill_chunk=chunk,
         memory_budget=memory,
         checkpoint_budget=checkpoints,
         threads=threads,
     )
     return new, decided
+
+
+def _chunk_for(kind: str, reuse: str) -> tuple[int, str]:
+    """The prefill chunk on a kind of device, and why."""
+    if kind == "cpu":
+        return PREFILL_CHUNK["cpu"], "the default on a CPU"
+    if reuse == "exact":
+        return PREFILL_CHUNK["cpu"], "exact reuse starts at multiples of it only, so they must be close together"
+    return PREFILL_CHUNK[kind], "the default on a GPU: every pass reads all weights, whatever its rows"
 
 
 def _resolve_speculation(config: EngineConfig, facts: Facts, decide: Callable[[str, Any, str], Any]) -> str:

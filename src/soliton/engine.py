@@ -128,7 +128,9 @@ class Engine:
     @classmethod
     def from_config(cls, config: EngineConfig, *, progress: Any = None) -> Engine:
         """As ``load``, from a bound config. progress: a callable(done, total) told of tensors read, or None."""
-        return cls(load_runtime(config, open_checkpoint(config.model), progress=progress))
+        runtime = load_runtime(config, open_checkpoint(config.model), progress=progress)
+        runtime.warm()
+        return cls(runtime)
 
     @property
     def config(self) -> EngineConfig:

@@ -9,25 +9,27 @@ import torch
 
 from .context.stream import sizes
 from .errors import MemoryPlanError
-from .model.spec import ModelSpec
+from .model.spec import DenseSpec, KdaSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes. weights: as held on the device; kv, draft_kv: caches at max_context; staging: recurrent states and conv
-    windows, committed and staged; checkpoints: their budget; budget: what all of it may take, None if unknown."""
+    windows, committed and staged; scratch: activations of a prompt's pass on a GPU; checkpoints: their budget; budget:
+    what all of it may take, None if unknown."""
 
     weights: int
     kv: int
     draft_kv: int
     staging: int
+    scratch: int
     checkpoints: int
     budget: int | None
 
     @property
     def total(self) -> int:
         """Bytes of everything."""
-        return self.weights + self.kv + self.draft_kv + self.staging + self.checkpoints
+        return self.weights + self.kv + self.draft_kv + self.staging + self.scratch + self.checkpoints
 
     def rows(self) -> Mapping[str, int]:
         """Bytes by purpose, for a table."""
@@ -36,9 +38,47 @@ class MemoryPlan:
             "kv": self.kv,
             "draft kv": self.draft_kv,
             "state and staging": self.staging,
+            "prompt scratch": self.scratch,
             "prefix checkpoints": self.checkpoints,
             "total": self.total,
         }
+
+
+def prompt_scratch(spec: ModelSpec, rows: int, context: int) -> int:
+    """Bytes of activations while ``rows`` rows of a prompt go through the largest layer, bfloat16, at the end of
+    ``context`` tokens. What the ops of ops.bulk hold at once, a little over; a pass on a CPU has too few rows to count.
+    """
+    layers = (*spec.layers, *([spec.mtp] if spec.mtp else []))
+    largest = max((max(_mixer(layer, rows, context), _mlp(layer, spec.hidden, rows)) for layer in layers), default=0)
+    return 2 * (largest + 4 * spec.hidden * rows)  # the residual stream, normed, and what a block adds to it
+
+
+def _mixer(layer: LayerSpec, rows: int, context: int) -> int:
+    """Elements of two bytes."""
+    m = layer.mixer
+    if isinstance(m, KdaSpec):
+        keys, values = m.heads * m.key_dim, m.heads * m.value_dim
+        projected = 2 * keys + values + (m.gate_rank or keys) + (m.gate_rank or values) + m.heads
+        convolved = 2 * keys + values
+        gates = 0 if m.gate_rank is None else keys + values
+        # the chunked recurrence: normed q and k, gates in float32, three factors, values, two chunk matrices, states
+        chunked = 2 * keys + 2 * keys + 2 * keys + 2 * values + 160 * m.heads + values * m.key_dim // 64
+        return rows * (projected + convolved + gates + chunked + 3 * values)
+    wide = m.nope_dim + m.rope_dim
+    projected = (m.q_rank or m.heads * wide) + m.kv_rank + m.rope_dim + (m.heads if m.head_gate else 0)
+    queries = m.heads * wide * (2 if m.q_rank is None else 3)
+    expanded = m.heads * (2 * wide + m.nope_dim + m.value_dim)  # keys and values of the whole context
+    return rows * (projected + queries + 3 * m.heads * m.value_dim) + context * expanded
+
+
+def _mlp(layer: LayerSpec, hidden: int, rows: int) -> int:
+    """Elements of two bytes."""
+    m = layer.mlp
+    if isinstance(m, DenseSpec):
+        return rows * (3 * m.width + hidden)
+    assert isinstance(m, MoeSpec)
+    routed = m.top_k * (2 * hidden + 3 * m.width + 16)  # inputs and outputs of each pair, and where it lies
+    return rows * (routed + 2 * m.experts + 3 * m.shared_width + 2 * hidden)
 
 
 def make_plan(
@@ -48,6 +88,7 @@ def make_plan(
     rows: int,
     drafts: int,
     max_context: int,
+    chunk: int,
     checkpoints: int,
     budget: int | None,
     device: torch.device,
@@ -63,6 +104,7 @@ def make_plan(
             kv=need.kv,
             draft_kv=need.draft_kv,
             staging=need.states + need.windows + (need.states // (rows + 1) if device.type == "cuda" else 0),
+            scratch=prompt_scratch(spec, min(chunk, context), context) if device.type == "cuda" else 0,
             checkpoints=checkpoints,
             budget=budget,
         )

@@ -16,9 +16,10 @@ from .context import CheckpointTree, Stream
 from .context.stream import positions_for
 from .errors import RequestError, UnsupportedError
 from .model.decoder import turn_table
-from .model.prefill import logits_of
+from .model.prefill import logits_in_parts, logits_of
 from .model.spec import KdaSpec, ModelSpec, MoeSpec
 from .model.weights import Builder, ModelWeights, expert_elements, state_elements
+from .ops.building import hear_compiles
 from .ops.runs import VECTOR
 from .ops.select import Choice, choose
 from .ops.select import Facts as OpFacts
@@ -89,8 +90,20 @@ class Runtime:
         self.stream.clear()
         spec = self.checkpoint.spec
         passes = self.prefill.read(ids, 0, len(ids), trace=trace)
-        parts = [logits_of(self.weights, spec, p.hidden, p.tape).cpu() for p in passes]
-        return torch.cat(parts)
+        return torch.cat([part.cpu() for p in passes for part in logits_in_parts(self.weights, spec, p)])
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """On a GPU read a prompt of a whole chunk and forget it, so that its kernels are compiled, and tuned for such a
+        length, at load and not in a first request."""
+        if not self.on_gpu or self.choices["kda.recurrence"].variant != "fla":
+            return
+        assert self.config.max_context is not None
+        rows = min(self.prefill.chunk, self.config.max_context)
+        for _ in self.prefill.read([i % self.checkpoint.spec.vocab for i in range(rows)], 0, rows):
+            pass
+        self.stream.clear()
+        torch.cuda.synchronize()
 
     @torch.inference_mode()
     def draft_chain(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor]:
@@ -163,12 +176,14 @@ def plan_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     drafts = config.speculative_num_steps or 0
     budget, kept = config.memory_budget, config.checkpoint_budget
     assert config.max_context is not None and not isinstance(budget, str) and isinstance(kept, int)
+    assert config.prefill_chunk is not None
     return make_plan(
         checkpoint.spec,
         weight_elements=_weight_elements(checkpoint, drafts > 0),
         rows=max(drafts + 1, 2),
         drafts=drafts,
         max_context=config.max_context,
+        chunk=config.prefill_chunk,
         checkpoints=kept if config.prefix_reuse != "off" else 0,
         budget=budget,
         device=torch.device(config.device),
@@ -227,8 +242,11 @@ def load_runtime(
     verified = drafts if verify is None else verify - 1
     rows = max(verified + 1, 2)
     assert config.max_context is not None and config.run_ahead is not None and isinstance(kept, int)
+    assert config.prefill_chunk is not None
     if device.type == "cpu" and config.threads is not None:
         torch.set_num_threads(config.threads)  # before the first product
+    if device.type == "cuda":
+        hear_compiles()
     provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
     builder = Builder(provider, device, dtype, merge_experts=choices["moe"].variant == "dense")
     weights = builder.model(spec, mtp=drafts > 0)

@@ -290,7 +290,8 @@ class TestDoctor:
         settings = {row["key"]: row for row in report["model"]["settings"]}
         assert settings["speculation"]["value"] == "nextn" and "MTP layer" in settings["speculation"]["reason"]
         assert settings["run_ahead"] == {"key": "run_ahead", "value": 1, "reason": "as given"}
-        assert settings["prefill_chunk"]["reason"] == "the default"
+        assert settings["prefill_chunk"] == {"key": "prefill_chunk", "value": 512, "reason": "the default on a CPU"}
+        assert settings["prefix_reuse"]["reason"] == "the default"
         variants = {row["op"]: row for row in report["model"]["variants"]}
         assert variants["moe"]["variant"] == "dense" and variants["moe"]["reason"]
         memory = report["model"]["memory"]

@@ -9,10 +9,12 @@ import pytest
 
 import helpers as h
 from helpers import threads_as_before  # noqa: F401 - takes effect by being here
+from soliton import Engine
 from soliton.cli import main
 from soliton.config import EngineConfig
 from soliton.measure.ahead import LoopTimes
 from soliton.measure.step import measure_step, simulated
+from soliton.measure.ttft import measure_ttft, process_age
 
 CPU = {"device": "cpu", "threads": 1, "max_context": 128}
 KEYS = {
@@ -83,11 +85,56 @@ def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["measure", "step", "pebble", "--speculation", "off", "--rows", "33"], "rows is 33; a step verifies 1 to 32"),
         (["measure", "step", "pebble", "--rows", "3"], "rows"),
         (["measure", "step", "pebble", "--repeats", "0"], "at least 1"),
+        (["measure", "ttft"], "nothing to measure: give MODEL"),
+        (
+            ["measure", "ttft", "pebble", "--repeats", "4"],
+            "repeats is 4: a time to first token is a median of at least",
+        ),
+        (["measure", "ttft", "pebble", "--context", "99999"], "context is 99999, but the engine goes to 4096 with"),
+        (["measure", "ttft", "pebble", "--context", "64", "--max-context", "64"], "set --max-context"),
+        (["measure", "ttft", "pebble", "--rows", "2"], "--rows belongs to measure step"),
+        (["measure", "ttft", "pebble", "--simulate-accept", "2"], "--simulate-accept belongs to measure step"),
     ],
 )
 def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert says in capsys.readouterr().err
+
+
+TTFT_KEYS = {
+    "model", "device", "dtype", "context", "ttft_ms", "spread_ms", "prefill_tokens_s", "prefill_chunk", "load_s",
+    "first_token_s", "commit", "versions",
+}  # fmt: skip
+
+
+def test_a_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["measure", "ttft", str(h.nano()), "--device", "cpu", "--threads", "1", "--context", "40"]
+    assert main([*words, "--repeats", "5"]) == 0
+    said = capsys.readouterr().out
+    found = json.loads(said.splitlines()[-1])
+    assert set(found) >= TTFT_KEYS and "time to first token" in said
+    assert (found["context"], found["prefill_chunk"], found["runs"]) == (40, 512, 5)
+    low, high = found["spread_ms"]
+    assert 0 < low <= found["ttft_ms"] <= high
+    assert found["prefill_tokens_s"] == pytest.approx(40e3 / found["ttft_ms"], rel=1e-3)
+    assert main([*words, "--json", "--speculation", "off"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"] == 7 and found["speculation"] == "off"
+
+
+def test_prompts_are_counted_and_the_engine_is_the_given_one() -> None:
+    seen: list[tuple[int, int]] = []
+    loaded: list[Engine] = []
+
+    def load(config: EngineConfig) -> Engine:
+        loaded.append(Engine.from_config(config))
+        return loaded[0]
+
+    config = EngineConfig(model=str(h.micro("kimi-micro")), device="cpu", threads=1)
+    measure_ttft(config, context=9, repeats=5, load=load, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 6) for done in range(7)] and len(loaded) == 1
+    age = process_age()
+    assert age is None or 0 < age < 1e6
 
 
 def test_an_impossible_accept_length() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from soliton.ops import kda, moe, norm
+from soliton.ops import bulk, kda, moe, norm, router
+from soliton.ops.law import Law
+from soliton.ops.weight import Weight
 from soliton.sampling import accept
 from soliton.speculation import verify
 from soliton.speculation.verify import ROLLING
@@ -85,20 +87,20 @@ def test_mix(count: int) -> None:
 
     torch.manual_seed(count)
     proj, tail, weight = torch.randn(count, 624), torch.randn(3, 600), torch.randn(4, 600)
-    out, want = torch.full((count, 600), float("nan")), torch.empty(count, 600)
+    apart, want = [torch.full((count, n), float("nan")) for n in (184, 184, 232)], torch.empty(count, 600)
     window = torch.cat([tail, proj[:, :600]])
     kda.conv_reference(want, window, weight)
-    kernels.mix(out, proj, tail, weight)
-    close(out, want)
+    kernels.mix(*apart, proj, tail, weight)
+    close(torch.cat(apart, 1), want)
     assert torch.equal(tail, window[-3:])
 
 
 def test_gated_norm() -> None:
     from soliton.ops import bulk_triton as kernels
 
-    o, wide, scale = torch.randn(5, 4, 128), torch.randn(5, 520), torch.randn(128)
+    o, wide, scale = torch.randn(9, 4, 128), torch.randn(9, 520), torch.randn(128)
     gate = wide[:, 8:].unflatten(1, (4, 128))
-    out, want = torch.full((5, 4, 128), float("nan")), torch.empty(5, 4, 128)
+    out, want = torch.full((9, 4, 128), float("nan")), torch.empty(9, 4, 128)
     kernels.gated_norm(out, o, gate, scale, 1e-5)
     norm.gated_reference(want, o, gate, scale, 1e-5)
     close(out, want)
@@ -108,11 +110,64 @@ def test_gated_norm() -> None:
 def test_swiglu(limit: float) -> None:
     from soliton.ops import bulk_triton as kernels
 
-    both = torch.randn(7, 192)
-    out, want = torch.full((7, 96), float("nan")), torch.empty(7, 96)
-    kernels.swiglu(out, both, limit)
-    moe.swiglu_reference(want, both[:, 0::2], both[:, 1::2], limit)
-    close(out, want)
+    for width in (96, 1040):
+        both = torch.randn(7, 2 * width + 8)[:, : 2 * width]
+        out, want = torch.full((7, width), float("nan")), torch.empty(7, width)
+        kernels.swiglu(out, both, limit)
+        moe.swiglu_reference(want, both[:, 0::2], both[:, 1::2], limit)
+        close(out, want)
+        again = torch.full((7, width), float("nan"))
+        bulk.swiglu(again, both[:, 0::2], both[:, 1::2], limit)
+        assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize(
+    ("experts", "groups", "kept", "k"), [(256, 1, 1, 8), (64, 8, 4, 8), (24, 4, 2, 3), (12, 12, 5, 5)]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_route(experts: int, groups: int, kept: int, k: int, ties: bool) -> None:
+    torch.manual_seed(experts)
+    logits = torch.randint(-1, 2, (6, experts + 8)).float() if ties else torch.randn(6, experts + 8)
+    bias = torch.zeros(experts) if ties else torch.randn(experts) * 0.3 - 1.0
+    ids, weights = torch.full((6, k), -1), torch.full((6, k), float("nan"))
+    want, share = torch.full((6, k), -1), torch.full((6, k), float("nan"))
+    before = logits.clone()
+    bulk.route(ids, weights, logits, bias, groups, kept, not ties, 2.5)
+    assert torch.equal(logits, before)
+    router.reference(want, share, logits, bias, groups, kept, not ties, 2.5)
+    assert torch.equal(ids, want)
+    close(weights, share)
+
+
+def test_experts() -> None:
+    """Pairs sorted by expert, one expert without a row and one with many, against the sweep over experts."""
+    torch.manual_seed(1)
+    experts, hidden, width, rows, k = 6, 64, 32, 19, 3
+    whole = lambda *shape: (torch.randn(*shape) * shape[-1] ** -0.5).bfloat16()  # noqa: E731
+    up, down, x = whole(experts, 2 * width, hidden), whole(experts, hidden, width), torch.randn(rows, hidden).bfloat16()
+    gates, ups, last = whole(width, hidden), whole(width, hidden), whole(hidden, width)
+    ids = torch.stack([torch.randperm(experts - 1)[:k] for _ in range(rows)])
+    ids[:, 0] = torch.where((ids == 2).any(1), ids[:, 0], 2)
+    weights = torch.rand(rows, k)
+    turns = torch.stack([gates, ups], 1).view(2 * width, hidden)
+    shared_up = Weight(data=turns.t(), inputs=hidden, outputs=2 * width, paired=True)
+    shared_down = Weight(data=last.t(), inputs=width, outputs=hidden)
+    out = torch.full((rows, hidden), float("nan"), dtype=torch.bfloat16)
+    bulk.experts(out, x, ids, weights, up, down, shared_up, shared_down, 0.5, 0.0, None)
+    stacks = torch.cat([up[:, 0::2], up[:, 1::2]], 1).transpose(1, 2), down.transpose(1, 2)
+    apart = Weight(data=torch.cat([gates, ups]).t(), inputs=hidden, outputs=2 * width)
+    want = torch.empty(rows, hidden)
+    moe.grouped_reference(want, x, ids, weights, *stacks, apart, shared_down, 0.5, 0.0, None)
+    assert float((out - want).norm() / want.norm()) < 8e-3
+
+
+def test_spread() -> None:
+    from soliton.ops import bulk_triton as kernels
+
+    x, order = torch.randn(5, 72)[:, :70], torch.randperm(15)
+    out, place = torch.full((15, 70), float("nan")), torch.full((15,), -1)
+    kernels.spread(out, place, x, order, 3)
+    assert torch.equal(out, x[order // 3]) and torch.equal(place[order], torch.arange(15))
 
 
 def test_combine() -> None:
@@ -197,63 +252,42 @@ def test_between_the_forwards_of_a_chain() -> None:
     assert int(r.tokens[2]) == int(logits[0, :70].argmax())
 
 
-@pytest.mark.parametrize("style", ["smooth", "ties", "peak"])
-@pytest.mark.parametrize("sets", [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (20, 0.5, 0.05), (300, 0.1, 0.0)])
-def test_law(style: str, sets: tuple[int, float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same sets as sampling.law, ties and all, and the same probabilities."""
-    from soliton.ops import sampling_triton as kernels
-    from soliton.sampling import law
+def law_of(logits: Tensor, sets: tuple[Tensor, ...], chunk: int) -> Law:
+    """What law.cu leaves, by sampling.law: weights of the likeliest 1, masses of parts of ``chunk``."""
+    from soliton.sampling import law, rowwise
 
-    monkeypatch.setattr(kernels, "CHUNK", 64)
-    torch.manual_seed(sets[0])
-    rows, vocab = 2, 130
-    logits = torch.randn(rows, vocab + 5) * 3 if style != "ties" else torch.randint(-3, 4, (rows, vocab + 5)).float()
-    if style == "peak":
-        logits[:, 17] += 20
-    logits[1, 3] = float("-inf")
-    heat, k, p, least = (torch.tensor([v]) for v in (0.6, *sets))
-    made, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
-    space.hits.fill_(7)
-    kernels.distribution(made, space, logits, heat, k, p, least, torch.tensor([rows]), vocab)
-    want = law.distribution(logits[:, :vocab], heat, k, p, least)
-    total = made.total.double() * 2.0 ** -kernels.mass_bits(vocab)
-    got = (made.weights.double() / total.unsqueeze(1)).float()
-    assert torch.equal(got > 0, want > 0)
-    close(got, want)
+    probs = law.distribution(logits, *sets)
+    weights = torch.where(probs > 0, rowwise.exp_weights(logits / sets[0]), 0.0)
+    held = torch.nn.functional.pad(rowwise.fixed_mass(weights), (0, -logits.shape[1] % chunk))
+    return Law(weights, held.unflatten(1, (-1, chunk)).sum(-1), held.sum(-1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts drawn and judged as sampling.law and sampling.accept do with the same numbers."""
     from soliton.ops import draws_triton as draws
-    from soliton.ops import sampling_triton as kernels
     from soliton.sampling import law, philox
 
-    monkeypatch.setattr(kernels, "CHUNK", 64)
     monkeypatch.setattr(draws, "CHUNK", 64)
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    rows, vocab = draw.choice([2, 4]), 100
+    rows, vocab, drafted = draw.choice([2, 4]), 100, seed < 6
     a = relay(rows, vocab)
     a.length.fill_(draw.choice([3, 510]))
     a.limit.fill_(50)
-    a.rows.fill_(rows)
+    a.rows.fill_(rows if drafted else 1)
     a.generator_seed.fill_(draw.randrange(1 << 40))
     a.positions.copy_(torch.arange(rows) + a.length)
     target = torch.randn(rows, vocab) * 2
     draft = target[: rows - 1] + torch.randn(rows - 1, vocab) * draw.choice([0.3, 2.0])
     sets = tuple(torch.tensor([v]) for v in (1.0, draw.choice([0, 10]), 0.9, 0.0))
-    ours, space = kernels.Law.allocate(rows, vocab, CPU), kernels.Space.allocate(rows, vocab, CPU)
-    kernels.distribution(ours, space, target, *sets, torch.tensor([rows]), vocab)
-    theirs, small = kernels.Law.allocate(rows - 1, vocab, CPU), kernels.Space.allocate(1, vocab, CPU)
+    ours = law_of(target, sets, 64)
+    theirs = law_of(draft, sets, 64)
     q = law.distribution(draft, *sets)
     for j in range(rows - 1):
-        part = slice(j, j + 1)
-        one = kernels.Law(theirs.weights[part], theirs.masses[part], theirs.total[part])
-        kernels.distribution(one, small, draft[part], *sets, torch.tensor([1]), vocab)
-        draws.draft(a.tokens, one, a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT)
+        draws.draft(a.tokens, theirs.row(j), a.length, a.generator_seed, j + 1, philox.STREAM_DRAFT)
         u = philox.uniform(a.generator_seed, a.length + j + 1, philox.STREAM_DRAFT)
-        assert int(a.tokens[j + 1]) == int(law.pick(q[part], u))
+        assert int(a.tokens[j + 1]) == int(law.pick(q[j : j + 1], u))
     b = relay(rows, vocab)
     for name, tensor in a.tensors().items():
         getattr(b, name).copy_(tensor)
@@ -267,6 +301,6 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     state = (b.new_tokens, b.taken, b.reason, b.anchor, b.length, b.generated, b.stopped)
     given = (b.tokens, b.positions, b.rows, b.generator_seed, b.limit, b.stop_mask)
     streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
-    draws.sampled(scratch, rest, ours, theirs, *state, *given, streams, ROLLING)
+    draws.sampled(scratch, rest, ours, theirs if drafted else None, *state, *given, streams, ROLLING)
     for name in a.tensors():
         assert torch.equal(getattr(a, name), getattr(b, name)), name

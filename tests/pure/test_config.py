@@ -245,6 +245,7 @@ class TestResolve:
             executor="eager",
             max_context=8192,
             run_ahead=0,
+            prefill_chunk=512,
             memory_budget=900,
             checkpoint_budget=256 << 20,
             threads=1,
@@ -268,6 +269,9 @@ class TestResolve:
             2 << 30,
         )
         assert resolve(engine(device="cuda"), GPU)[0].device == "cuda:0"
+        assert new.prefill_chunk == 8192
+        assert resolve(engine(prefix_reuse="exact"), GPU)[0].prefill_chunk == 512, "it starts at multiples only"
+        assert resolve(engine(prefill_chunk=64), GPU)[0].prefill_chunk == 64
         assert resolve(engine(device="cuda:1"), GPU)[0].device == "cuda:1"
 
     def test_without_an_mtp_layer(self) -> None:

@@ -9,7 +9,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -131,18 +131,61 @@ def config_given(args: argparse.Namespace) -> EngineConfig:
 
 
 def load(config: EngineConfig) -> Engine:
-    """Load an engine, with a bar on stderr that vanishes; no bar when stderr is no terminal."""
+    """Load an engine, with a bar on stderr that vanishes; no bar when stderr is no terminal. Either way it says what
+    has to be built because no earlier run has left it."""
     from ..engine import Engine
+    from ..ops.building import told
 
     if not sys.stderr.isatty():
-        return Engine.from_config(config)
+        with told(Once()):
+            return Engine.from_config(config)
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (TextColumn("loading {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(config.model, total=None)
-        return Engine.from_config(config, progress=lambda done, total: bar.update(task, completed=done, total=total))
+        with told(lambda what: bar.update(task, description=f"{config.model}, building {what}")):
+            return Engine.from_config(
+                config, progress=lambda done, total: bar.update(task, completed=done, total=total)
+            )
+
+
+class Once:
+    """Says on stderr what is being built, each kind of it once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, what: str) -> None:
+        kind = what.partition(",")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            print(f"building {kind}", file=sys.stderr)
+
+
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function(done, total) that moves a bar on stderr, which appears at its first call and vanishes at the end; none
+    when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    shown = Progress(console=Console(stderr=True), transient=True)
+    task = shown.add_task(what, total=None)
+
+    def move(done: int, total: int) -> None:
+        if not done:
+            shown.start()
+        shown.update(task, completed=done, total=total)
+
+    try:
+        yield move
+    finally:
+        shown.stop()
 
 
 @contextmanager

@@ -1,4 +1,5 @@
 """Measure a model on this machine. `soliton measure step MODEL`: one step beside the floor that its bytes set.
+`soliton measure ttft MODEL`: the time to the first token of a fresh prompt.
 
 The last line is JSON; with --json it is the only one.
 """
@@ -9,21 +10,26 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from typing import Any
 
+from ..config import EngineConfig
 from ..errors import ConfigError
+from ..sampling.params import SamplingParams
 from . import common
 
-WHAT = ("step",)
+REPEATS = {"step": 30, "ttft": 7}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """step MODEL and the flags."""
-    parser.add_argument("what", choices=WHAT, help="what to measure")
+    """step or ttft, MODEL and the flags."""
+    parser.add_argument("what", choices=tuple(REPEATS), help="what to measure")
     common.add_engine(parser)
     common.add_sampling(parser)
     parser.add_argument("--rows", type=int, metavar="N", help="rows verified a step, where the model does not draft")
-    parser.add_argument("--context", type=int, default=8192, metavar="TOKENS", help="tokens in the cache; default 8192")
-    parser.add_argument("--repeats", type=int, default=30, metavar="N", help="timed steps; default 30")
+    parser.add_argument(
+        "--context", type=int, default=8192, metavar="TOKENS", help="tokens in the cache or the prompt; default 8192"
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed steps, default 30, or prompts, default 7")
     parser.add_argument(
         "--no-pdl", action="store_true", help="start each kernel when the one in front has ended, on a GPU"
     )
@@ -38,24 +44,50 @@ def run(args: argparse.Namespace) -> int:
     common.take_model(args)
     if not common.names_model(args):
         raise ConfigError("nothing to measure: give MODEL, such as synthetic:ling-3.0-tiny")
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats {args.repeats}: at least 1 is needed")
+    repeats = REPEATS[args.what] if args.repeats is None else args.repeats
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats}: at least 1 is needed")
+    if args.what == "ttft":
+        for flag in ("rows", "simulate_accept"):
+            if getattr(args, flag) is not None:
+                raise ConfigError(f"--{flag.replace('_', '-')} belongs to measure step; leave it out")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
-    from ..measure.step import as_table, measure_step, simulated
     from ..ops.chain import unchained
+
+    with unchained() if args.no_pdl else nullcontext():
+        title, rows, report = (_step if args.what == "step" else _ttft)(args, config, params, repeats)
+    if not args.json:
+        common.table(title, (), rows)
+    print(json.dumps(report))
+    return 0
+
+
+Found = tuple[str, list[tuple[str, str]], dict[str, Any]]
+
+
+def _step(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.step import as_table, measure_step, simulated
+    from ..ops.building import told
 
     def progress(text: str) -> None:
         if sys.stderr.isatty():
             print(f"{text} ...", file=sys.stderr)
 
-    with unchained() if args.no_pdl else nullcontext():
+    with told(common.Once()):
         report = measure_step(
-            config, rows=args.rows, context=args.context, params=params, repeats=args.repeats, progress=progress
+            config, rows=args.rows, context=args.context, params=params, repeats=repeats, progress=progress
         )
     if args.simulate_accept is not None:
         report = simulated(report, args.simulate_accept)
-    if not args.json:
-        common.table("a step", (), as_table(report))
-    print(json.dumps(report))
-    return 0
+    return "a step", as_table(report), report
+
+
+def _ttft(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.ttft import as_table, measure_ttft
+
+    with common.bar("reading prompts") as progress:
+        report = measure_ttft(
+            config, context=args.context, params=params, repeats=repeats, load=common.load, progress=progress
+        )
+    return "time to first token", as_table(report), report

@@ -108,11 +108,11 @@ def _measure(
     speculation = runtime.config.speculation
     return {
         "model": runtime.checkpoint.name,
-        "device": _device_name(device),
+        "device": device_name(device),
         "dtype": runtime.config.dtype,
         "tp": 1,
         "speculation": speculation if speculation == "off" else f"{speculation} S={runtime.parts.drafts}",
-        "sampling": _sampling(resolved),
+        "sampling": sampling_words(resolved),
         "rows": int(runtime.relay.rows),
         "context": context,
         "step_us": round(middle, 2),
@@ -138,9 +138,9 @@ def _measure(
         "pdl": chained() if device.type == "cuda" else None,
         "run_ahead": runtime.config.run_ahead,
         "simulated": False,
-        "void": device.type == "cuda" and "H200" in _device_name(device) and bandwidth < 4.5,
-        "commit": _commit(),
-        "versions": {**versions(), "driver": _driver()},
+        "void": device.type == "cuda" and "H200" in device_name(device) and bandwidth < 4.5,
+        "commit": commit(),
+        "versions": {**versions(), "driver": driver()},
     }
 
 
@@ -225,7 +225,7 @@ def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:
             experts += found
             state += held
             written += live * held
-        elif entry.op in ("linear", "linear.heads", "mla.heads", "moe"):
+        elif entry.op in ("linear", "linear.heads", "mla.enter", "mla.heads", "moe"):
             if entry.op == "moe":
                 found = [len(set(entry.args[2][:live].flatten().tolist()))]
                 experts += found
@@ -270,6 +270,7 @@ def _sweep_bytes(sweep: Sweep) -> tuple[int, list[int], int]:
             weights += f["n"] * f["k"] * 2
         elif item.kind == KDA:
             state += f["weights"][0].numel() * 4
+            weights += sum(f[name].numel() * 2 for name in ("up_f", "up_g") if name in f)
         elif item.kind in (UP, DOWN):
             weights += chosen * f["n"] * f["k"] * 2 + (f["n"] * f["k2"] * 2 if "k2" in f else 0)
         else:
@@ -292,24 +293,27 @@ def kernels(program: Program, runtime: Runtime) -> int | None:
     return sum(1 for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
 
 
-def _sampling(params: Resolved) -> str:
+def sampling_words(params: Resolved) -> str:
+    """How tokens are drawn, in a few signs."""
     if params.greedy:
         return "greedy"
     return f"T={params.temperature:g} p={params.top_p:g} k={params.top_k}"
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The GPU's or the processor's own name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
+    """The version of NVIDIA's driver, or None."""
     try:
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split("Module")[1].split()[0]
     except (OSError, IndexError):
         return None
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of this source tree, with + when it has changes; SOLITON_COMMIT outside one, or None."""
     named = os.environ.get("SOLITON_COMMIT")
     if named:

@@ -55,11 +55,11 @@ def kda(
         tape.call("kda.step", o, proj, f[:, :keys], b, *memory, spec.gate, spec.lower_bound, spec.qk_eps)
         return _leave(tape, w, spec, o, g[:, :values])
     if tape.bulk:
-        mixed = tape.new(count, mixed_width)
-        tape.call("kda.mix", mixed, proj, window, w.conv)
+        apart = (tape.new(count, keys), tape.new(count, keys), tape.new(count, values))
+        tape.call("kda.mix", *apart, proj, window, w.conv)
         o = tape.new(count, heads, spec.value_dim)
         gates = (f[:, :keys], b, w.a, w.dt_bias, states, spec.gate, spec.lower_bound, spec.qk_eps)
-        tape.call("kda.recurrence", o, mixed, *gates)
+        tape.call("kda.recurrence", o, *apart, *gates)
         return _leave(tape, w, spec, o, g[:, :values])
     past = spec.conv_width - 1
     tape.call("copy", window[past : past + count], proj[:, :mixed_width])

@@ -44,8 +44,7 @@ def mla(
 
     if tape.fused:
         query = tape.new(count, heads, latent + spec.rope_dim)
-        tape.call("mla.heads", query[..., :latent], q[..., : spec.nope_dim], w.k_up, rows)
-        tape.call("mla.enter", query, cache, q, kv, w.kv_norm, turn, positions, rows, spec.eps)
+        tape.call("mla.enter", query, q, w.k_up, cache, kv, w.kv_norm, turn, positions, rows, spec.eps)
         context = tape.new(count, heads, latent)
         tape.call("mla.attend", context, query, cache, positions, rows, spec.scale)
         o = tape.new(count, heads, spec.value_dim)

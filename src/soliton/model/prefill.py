@@ -7,7 +7,7 @@ in chunks of rows (``kda.prefill`` in ops.select).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from .spec import ModelSpec
 from .weights import ModelWeights
 
 BLOCK = 32  # rows of one pass: enough to share weights, few enough that elementwise work stays on one thread
+HEAD_ROWS = 256  # rows whose logits are held at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,11 @@ class Pass:
     tape: Tape
 
 
+def _whole(number: int, device: torch.device) -> Tensor:
+    """int64 [1], filled by a kernel: a copy from the host would wait for all that is queued on a GPU."""
+    return torch.full((1,), number, dtype=torch.int64, device=device)
+
+
 def _padded(values: Tensor, to: int = 2) -> Tensor:
     """Repeat the last row until there are ``to``: one row alone would take a product with other bits."""
     missing = to - values.shape[0]
@@ -42,34 +48,31 @@ def target_pass(
     make_tape: Callable[[], Tape],
     w: ModelWeights,
     spec: ModelSpec,
-    ids: Sequence[int],
+    ids: Tensor,
     start: int,
     memory: Callable[[int], Memory],
     keep: Callable[[int, int], None],
     turn: Tensor | None,
 ) -> Pass:
-    """Run the target over ids (at most BLOCK) at positions start.. and commit its state.
+    """Run the target over ids, int64 [n], at positions start.. and commit its state.
 
     ``memory(rows)`` and ``keep(rows, real)`` are the stream's ``committed`` and ``keep``. A single row is padded to
     two; the state advances over the real row only.
     """
     tape = make_tape()
     device = w.embed.device
-    real = len(ids)
+    real = ids.shape[0]
     if real == 1 and not tape.bulk:
         # the recurrence must not see the padding row, so a single row is a decode step with one live row
-        return _single(tape, w, spec, ids[0], start, memory, keep, turn)
-    rows = torch.tensor(ids, dtype=torch.int64, device=device)
-    positions = torch.arange(start, start + real, device=device)
-    live = torch.tensor([real], dtype=torch.int64, device=device)
+        return _single(tape, w, spec, ids, start, memory, keep, turn)
     where = Rows(
-        positions=positions,
-        live=live,
+        positions=torch.arange(start, start + real, device=device),
+        live=_whole(real, device),
         turn=None if turn is None else turn[start : start + real],
         decode=False,
         start=start,
     )
-    hidden = decoder(tape, w, spec, rows, memory(real), where)
+    hidden = decoder(tape, w, spec, ids, memory(real), where)
     keep(real, real)
     return Pass(start=start, count=real, hidden=hidden, tape=tape)
 
@@ -78,7 +81,7 @@ def _single(
     tape: Tape,
     w: ModelWeights,
     spec: ModelSpec,
-    token: int,
+    token: Tensor,
     start: int,
     memory: Callable[[int], Memory],
     keep: Callable[[int, int], None],
@@ -90,11 +93,11 @@ def _single(
     scratch = Memory(windows=place.windows, states=staged, caches=place.caches)
     where = Rows(
         positions=torch.tensor([start, start + 1], device=device),
-        live=torch.tensor([1], dtype=torch.int64, device=device),
+        live=_whole(1, device),
         turn=None if turn is None else turn[start : start + 2],
         decode=True,
     )
-    hidden = decoder(tape, w, spec, torch.tensor([token, token], device=device), scratch, where)
+    hidden = decoder(tape, w, spec, token.repeat(2), scratch, where)
     for layer, state in place.states.items():
         state.copy_(staged[layer][1])
     keep(2, 1)
@@ -119,7 +122,7 @@ def mtp_pass(
     positions = torch.arange(start, start + max(real, 2), device=device)
     where = Rows(
         positions=positions,
-        live=torch.tensor([real], dtype=torch.int64, device=device),
+        live=_whole(real, device),
         turn=None if turn is None else turn[start : start + max(real, 2)],
         decode=True,
         start=start,
@@ -130,3 +133,9 @@ def mtp_pass(
 def logits_of(w: ModelWeights, spec: ModelSpec, hidden: Tensor, tape: Tape) -> Tensor:
     """float32 [n, vocab] of hidden [n, hidden]."""
     return head(tape, w, _padded(hidden))[: hidden.shape[0], : spec.vocab]
+
+
+def logits_in_parts(w: ModelWeights, spec: ModelSpec, step: Pass) -> Iterator[Tensor]:
+    """The logits of a pass, float32 [at most HEAD_ROWS, vocab] at a time: all of a long one are larger than a model."""
+    for at in range(0, step.count, HEAD_ROWS):
+        yield logits_of(w, spec, step.hidden[at : at + HEAD_ROWS], step.tape)

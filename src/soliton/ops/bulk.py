@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from . import kda
-from .moe import halves
-from .moe import swiglu_reference as swiglu
+from .building import building
+from .moe import halves, swiglu_reference
 from .weight import Weight
 
 
@@ -28,6 +29,16 @@ def tuned() -> Path:
     """Where the configurations of flash-linear-attention's kernels lie that were tuned on this kind of GPU."""
     name = re.sub(r"[^0-9A-Za-z]+", "_", torch.cuda.get_device_name()).strip("_")
     return Path(__file__).parent / "tuned" / name
+
+
+@functools.cache
+def say_untuned() -> None:
+    """Say once that the library is about to try its kernels' configurations, where none are kept."""
+    if "FLA_CONFIG_DIR" not in os.environ:
+        building(
+            f"flash-linear-attention's kernels, tuned for {torch.cuda.get_device_name()}: none are kept for it, the "
+            "first time takes over a minute"
+        )
 
 
 def has_fla() -> bool:
@@ -48,9 +59,27 @@ def add(x: Tensor, delta: Tensor) -> None:
     x.add_(delta)
 
 
-def mix(out: Tensor, proj: Tensor, tail: Tensor, weight: Tensor) -> None:
+def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """See norm_triton.norm, whose kernel takes any number of rows."""
+    importlib.import_module(f"{__package__}.norm_triton").norm(out, x, weight, eps)
+
+
+def route(ids: Tensor, weights: Tensor, logits: Tensor, bias: Tensor, *law: Any) -> None:
+    """See bulk_triton.route."""
+    kernels().route(ids, weights, logits, bias, *law)
+
+
+def swiglu(out: Tensor, gate: Tensor, up: Tensor, limit: float) -> None:
+    """See ops.moe.swiglu_reference; one kernel where gate and up are columns in turn of one product."""
+    if gate.stride(1) == 2 and up.data_ptr() == gate.data_ptr() + gate.element_size():
+        kernels().swiglu(out, gate, limit)
+    else:
+        swiglu_reference(out, gate, up, limit)
+
+
+def mix(q: Tensor, k: Tensor, v: Tensor, proj: Tensor, tail: Tensor, weight: Tensor) -> None:
     """See bulk_triton.mix."""
-    kernels().mix(out, proj, tail, weight)
+    kernels().mix(q, k, v, proj, tail, weight)
 
 
 def gated_norm(out: Tensor, o: Tensor, gate: Tensor, weight: Tensor, eps: float) -> None:
@@ -60,7 +89,9 @@ def gated_norm(out: Tensor, o: Tensor, gate: Tensor, weight: Tensor, eps: float)
 
 def recurrence(
     o: Tensor,
-    mixed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     f: Tensor,
     b: Tensor,
     a: Tensor,
@@ -72,18 +103,19 @@ def recurrence(
 ) -> None:
     """The KDA recurrence over a prompt's rows, gates and norms inside; state [n, K, V] float32 is updated.
 
-    o: [T, n, V]; mixed: [T, 2 n K + n V] after convolution and SiLU; f: [T, n*K]; b: [T, n]; a, dt_bias: [n*K] float32.
+    o: [T, n, V]; q, k: [T, n*K], v: [T, n*V], contiguous, after convolution and SiLU; f: [T, n*K]; b: [T, n]; a,
+    dt_bias: [n*K] float32.
     By flash-linear-attention's chunk_kda (arXiv 2510.26692), whose norms have their epsilon, 1e-6, inside the root too.
     """
     heads, key, value = state.shape
-    rows = mixed.shape[0]
-    q, k, v = mixed.split([heads * key, heads * key, heads * value], 1)
+    rows = q.shape[0]
     bounded = law == "bounded"
+    say_untuned()
     chunk_kda = importlib.import_module("fla.ops.kda").chunk_kda
     out, final = chunk_kda(
-        q=q.reshape(1, rows, heads, key),
-        k=k.reshape(1, rows, heads, key),
-        v=v.reshape(1, rows, heads, value),
+        q=q.view(1, rows, heads, key),
+        k=k.view(1, rows, heads, key),
+        v=v.view(1, rows, heads, value),
         g=f.reshape(1, rows, heads, key),
         beta=b.reshape(1, rows, heads).float(),
         scale=key**-0.5,
@@ -103,7 +135,9 @@ def recurrence(
 
 def recurrence_reference(
     o: Tensor,
-    mixed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     f: Tensor,
     b: Tensor,
     a: Tensor,
@@ -115,14 +149,14 @@ def recurrence_reference(
 ) -> None:
     """As recurrence, from the references of ops.kda."""
     heads, key, value = state.shape
-    rows, width = mixed.shape[0], heads * key
-    qk = torch.empty(rows, 2 * heads, key, dtype=torch.float32, device=mixed.device)
-    kda.l2norm_reference(qk, mixed[:, : 2 * width].reshape(rows, 2 * heads, key), eps, key**-0.5)
+    rows, width = q.shape[0], heads * key
+    qk = torch.empty(rows, 2 * heads, key, dtype=torch.float32, device=q.device)
+    kda.l2norm_reference(qk, torch.cat([q, k], 1).view(rows, 2 * heads, key), eps, key**-0.5)
     decay, beta = qk.new_empty(rows, width), qk.new_empty(rows, heads)
     kda.gates_reference(decay, beta, f, b, a, dt_bias, law, lower_bound)
     out = qk.new_empty(rows, heads, value)
-    v = mixed[:, 2 * width :].reshape(rows, heads, value).float()
-    kda.chunk_reference(out, qk[:, :heads], qk[:, heads:], v, decay.view(rows, heads, key), beta, state)
+    values = v.view(rows, heads, value).float()
+    kda.chunk_reference(out, qk[:, :heads], qk[:, heads:], values, decay.view(rows, heads, key), beta, state)
     o.copy_(out)
 
 
@@ -168,21 +202,19 @@ def experts(
     up: [E, 2 I, H], gate and up rows in turn; down: [E, H, I]. No count of an expert's rows reaches the host.
     """
     count, k = ids.shape
-    flat = ids.flatten()
-    order = flat.sort(stable=True).indices
-    ends = torch.bincount(flat, minlength=up.shape[0]).cumsum(0).to(torch.int32)
+    # 16 bits: a radix sort goes over every byte of its keys. Not bincount: it waits for the largest id on the host.
+    ranked, order = ids.flatten().to(torch.int16).sort(stable=True)
+    each = torch.arange(up.shape[0], dtype=torch.int16, device=ids.device)
+    ends = torch.searchsorted(ranked, each, right=True, out_int32=True)
     ours = kernels()
-    both = torch._grouped_mm(x[order // k], up.transpose(1, 2), offs=ends)
+    spread, place = x.new_empty(count * k, x.shape[1]), torch.empty_like(order)
+    ours.spread(spread, place, x, order, k)
+    both = torch._grouped_mm(spread, up.transpose(1, 2), offs=ends)
     act = both.new_empty(count * k, down.shape[2])
     ours.swiglu(act, both, limit)
     pairs = torch._grouped_mm(act, down.transpose(1, 2), offs=ends)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(count * k, device=order.device)
     wide = x @ shared_up.data
     inner = both.new_empty(count, shared_down.inputs)
-    if shared_up.paired and wide.shape[1] == 2 * inner.shape[1]:
-        ours.swiglu(inner, wide, shared_limit)
-    else:
-        swiglu(inner, *halves(wide, shared_up, inner.shape[1]), shared_limit)
+    swiglu(inner, *halves(wide, shared_up, inner.shape[1]), shared_limit)
     shared = (inner @ shared_down.data)[:, : x.shape[1]].contiguous()
     ours.combine(out, shared, pairs, place.view(count, k), weights)

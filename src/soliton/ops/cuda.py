@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import UnsupportedError
+from .building import building
 
 
 def cache_directory() -> Path:
@@ -66,16 +68,24 @@ class Kernel:
         return result[1] if len(result) > 1 else None
 
 
+def whole(source: str) -> bytes:
+    """A source file beside this module with what it includes in place, so that one text makes one kernel."""
+    here = Path(__file__).parent
+    put = lambda found: (here / found[1].decode()).read_bytes()  # noqa: E731
+    return re.sub(rb'^#include "([\w.]+)"$', put, (here / source).read_bytes(), flags=re.MULTILINE)
+
+
 @functools.cache
 def compiled(source: str, target: str, defines: tuple[tuple[str, int], ...]) -> bytes:
     """The cubin of ``source`` for ``target`` (such as sm_90a), from the cache on disk or the compiler."""
-    text = (Path(__file__).parent / source).read_bytes()
+    text = whole(source)
     nvrtc = _bindings("nvrtc")
     version = nvrtc.nvrtcVersion()[1:]
     key = hashlib.sha256(repr((text, target, defines, version)).encode()).hexdigest()[:24]
     kept = cache_directory() / f"{Path(source).stem}-{target}-{key}.cubin"
     if kept.exists():
         return kept.read_bytes()
+    building(f"{source} for {target}")
     options = [f"--gpu-architecture={target}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     program = nvrtc.nvrtcCreateProgram(text, source.encode(), 0, [], [])[1]
     error = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]

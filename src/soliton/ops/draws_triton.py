@@ -1,6 +1,6 @@
 """Draws from a law on a GPU, and the lossless verdict on a chain of drafts. Imported only where CUDA is.
 
-Every function agrees with sampling.law, sampling.accept and sampling.philox; laws are sampling_triton's.
+Every function agrees with sampling.law, sampling.accept and sampling.philox; laws are ops.law's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .chain import chained
-from .sampling_triton import CHUNK, Law, _mass, mass_bits
+from .law import CHUNK, Law, mass_bits
 from .verdict_triton import _close
+
+
+@triton.jit
+def _mass(weight, scale):
+    """As law.cu rounds it: to the nearest unit, halves up."""
+    return (weight.to(tl.float64) * scale + 0.5).to(tl.int64)
 
 
 @triton.jit
@@ -84,12 +90,10 @@ def draft(tokens: Tensor, law: Law, length: Tensor, seed: Tensor, place: int, st
 
 @triton.jit
 def _judge(
-    verdict, weights, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    weights, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V, COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    """(how many drafts are accepted, 1 where one is refused behind them)."""
     i = tl.arange(0, ROWS)
     last = tl.load(rows).to(tl.int32) - 1
     there = i < last
@@ -101,23 +105,28 @@ def _judge(
     u = _uniform(tl.load(seed), place, stream)
     good = there & (u.to(tl.float64) * q < p)
     accepted = tl.min(tl.where(good, ROWS, i), axis=0)
-    tl.store(verdict, accepted.to(tl.int64))
-    tl.store(verdict + 1, (accepted < last).to(tl.int64))
+    return accepted.to(tl.int64), (accepted < last).to(tl.int64)
 
 
 @triton.jit
 def _residual(
-    rest, verdict, weights, masses, total, drafts, draft_total, rows, scale, V, B, CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
+    rest, verdict, weights, masses, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V, B,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mass of each part of max(p - q, 0) at the first refusal, of p where nothing was refused."""
+    """Which drafts stay, the same in every program, and the mass of each part of max(p - q, 0) at the first refusal, of
+    p where nothing was refused."""
     part = tl.program_id(0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    row, refused = _judge(
+        weights, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V, COUNT, ROWS
+    )
+    if part == 0:
+        tl.store(verdict, row)
+        tl.store(verdict + 1, refused)
     if tl.load(rows) > 0:
-        row = tl.load(verdict)
-        if tl.load(verdict + 1) > 0:
+        if refused > 0:
             at = part * CHUNK + tl.arange(0, CHUNK)
             left = _left(weights, total, drafts, draft_total, row, at, scale, V)
             tl.store(rest + part, tl.sum(_mass(left, scale), axis=0))
@@ -136,19 +145,24 @@ def _left(weights, total, drafts, draft_total, row, at, scale, V):
 def _settle_verdict(
     new_tokens, taken_to, reason, anchor, length, generated, stopped, limit, stop_mask, rolling, verdict, rest, weights,
     masses, total, drafts, draft_total, tokens, positions, rows, seed, scale, stream, V, B, COUNT: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, DRAFTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     i = tl.arange(0, ROWS)
     live = tl.load(rows)
-    accepted, final = tl.load(verdict), live * 0
+    accepted, final = live * 0, live * 0
+    if DRAFTED:
+        accepted = tl.load(verdict)
     if live > 0:
         part = tl.arange(0, SPLITS)
         u = _uniform(tl.load(seed), tl.load(positions + accepted) + 1, stream)
-        refused = tl.load(verdict + 1) > 0
-        spare = tl.sum(tl.load(rest + part, mask=part < B, other=0), axis=0)
+        if DRAFTED:
+            refused = tl.load(verdict + 1) > 0
+            spare = tl.sum(tl.load(rest + part, mask=part < B, other=0), axis=0)
+        else:
+            refused, spare = live < 0, live * 0
         if refused & (spare > 0):
             which, before, at = _place(rest, u, B, SPLITS)
             index = which * CHUNK + tl.arange(0, CHUNK)
@@ -177,18 +191,15 @@ def sampled(
     scale = float(2 ** mass_bits(vocab))
     q = drafts if drafts is not None else law
     rows_up = max(2, triton.next_power_of_2(count))
-    pair = (law.weights, law.total, q.weights, q.total)
-    _judge[(1,)](
-        scratch, *pair, tokens, positions, rows, seed, scale, streams[0], vocab, COUNT=count, ROWS=rows_up,
-        PDL=chained(), num_warps=1, launch_pdl=chained(),
-    )  # fmt: skip
-    _residual[(splits,)](
-        rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, rows, scale, vocab, splits,
-        CHUNK=CHUNK, PDL=chained(), num_warps=4, launch_pdl=chained(),
-    )  # fmt: skip
+    if drafts is not None:
+        _residual[(splits,)](
+            rest, scratch, law.weights, law.masses, law.total, q.weights, q.total, tokens, positions, rows, seed, scale,
+            streams[0], vocab, splits, COUNT=count, ROWS=rows_up, CHUNK=CHUNK, PDL=chained(), num_warps=4,
+            launch_pdl=chained(),
+        )  # fmt: skip
     _settle_verdict[(1,)](
         new_tokens, taken, reason, anchor, length, generated, stopped, limit, stop_mask.view(torch.uint8), rolling,
         scratch, rest, law.weights, law.masses, law.total, q.weights, q.total, tokens, positions, rows, seed, scale,
         streams[1], vocab, splits, COUNT=count, ROWS=rows_up, SPLITS=triton.next_power_of_2(splits), CHUNK=CHUNK,
-        PDL=chained(), num_warps=4, launch_pdl=chained(),
+        DRAFTED=drafts is not None, PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip

@@ -106,7 +106,7 @@ def _in_a_step(*args: Any) -> None:
     raise AssertionError("this op exists only in a recorded step on a GPU")
 
 
-_SWEPT = "in a step part of a sweep, a persistent kernel over a run of products; a prompt goes through torch"
+_SWEPT = "in a step part of a sweep, a persistent kernel over a run of products; in a prompt a call for all its rows"
 _TRITON = "one Triton kernel for all rows of a step"
 _TORCH = "a torch call"
 
@@ -116,7 +116,10 @@ def _choose_cuda() -> dict[str, Choice]:
     prompt: dict[str, Callable[..., Any]] = {
         **_PLAIN,
         "linear": linear.torch_product,
+        "norm": bulk.norm,
         "add": bulk.add,
+        "router": bulk.route,
+        "swiglu": bulk.swiglu,
         "kda.norm": bulk.gated_norm,
         "moe": bulk.experts,
     }

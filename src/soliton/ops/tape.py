@@ -81,7 +81,7 @@ class Tape:
         """On a GPU: turn the recorded products into sweeps over ``live`` rows (int64 [1]). Elsewhere nothing."""
         if not self.fused:
             return
-        from .sweep import fuse
+        from .fuse import fuse
 
         def entry(op: str, call: Callable[[], Any]) -> Entry:
             return Entry(op, str(call), call, (), call)

@@ -16,6 +16,7 @@ from ..model.decoder import Rows
 from ..model.mtp import mtp
 from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
+from ..ops.law import distribution
 from ..ops.tape import Tape
 from ..sampling import accept, law, penalties, philox
 from .verify import Laws, Mode, commit_boundary, processors
@@ -107,12 +108,12 @@ def record_pick(
         tape.do("draft.process", kernels.process, processed, logits, *given, relay.tokens[:0], one, j)
         logits = processed
     if mode.sampled:
-        assert laws is not None
-        law = laws.draft(j)
+        assert laws is not None and laws.drafts is not None
+        q = laws.drafts.row(j)
         sets = (relay.temperature, relay.top_k, relay.top_p, relay.min_p)
-        tape.do("draft.law", laws.kernels.distribution, law, laws.draft_space, logits, *sets, one, vocab)
+        tape.do("draft.law", distribution, q, logits, *sets, one, vocab)
         given = (relay.length, relay.generator_seed, j + 1, philox.STREAM_DRAFT)
-        tape.do("draft.pick", laws.draws.draft, relay.tokens, law, *given)
+        tape.do("draft.pick", laws.draws.draft, relay.tokens, q, *given)
     else:
         values = tape.new(1, kernels.SPLITS, dtype=torch.float32)
         indices = tape.new(1, kernels.SPLITS, dtype=torch.int32)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..model.decoder import Memory, Rows, decoder
 from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
+from ..ops.law import Law, distribution
 from ..ops.tape import Tape
 from ..sampling import accept, law, logprobs, penalties, philox
 
@@ -46,29 +47,19 @@ def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) ->
 
 @dataclass(frozen=True)
 class Laws:
-    """Laws of a sampled step on a GPU: of the verified rows, of the drafts (None without), and scratch for both.
-    kernels: soliton.ops.sampling_triton, whose Law and Space these are; draws: soliton.ops.draws_triton."""
+    """Laws of a sampled step on a GPU: of the verified rows, and of the drafts (None without).
+    draws: soliton.ops.draws_triton."""
 
-    kernels: Any
     draws: Any
-    target: Any
-    space: Any
-    drafts: Any
-    draft_space: Any
+    target: Law
+    drafts: Law | None
 
     @classmethod
     def allocate(cls, rows: int, drafts: int, vocab: int, device: torch.device) -> Laws:
         """All of it, zeroed."""
-        kernels = importlib.import_module("soliton.ops.sampling_triton")
-        law, space = kernels.Law.allocate, kernels.Space.allocate
-        some = law(drafts, vocab, device) if drafts else None
+        some = Law.allocate(drafts, vocab, device) if drafts else None
         draws = importlib.import_module("soliton.ops.draws_triton")
-        return cls(kernels, draws, law(rows, vocab, device), space(rows, vocab, device), some, space(1, vocab, device))
-
-    def draft(self, j: int) -> Any:
-        """The law of draft j alone."""
-        part = slice(j, j + 1)
-        return self.kernels.Law(self.drafts.weights[part], self.drafts.masses[part], self.drafts.total[part])
+        return cls(draws, Law.allocate(rows, vocab, device), some)
 
 
 def kernels() -> Any:
@@ -111,7 +102,7 @@ def _record_kernels(tape: Tape, relay: Relay, mode: Mode, vocab: int, laws: Laws
         assert laws is not None
         scratch, rest = tape.new(2, dtype=torch.int64), tape.new(laws.target.masses.shape[1], dtype=torch.int64)
         sets = (r.temperature, r.top_k, r.top_p, r.min_p)
-        tape.do("law", laws.kernels.distribution, laws.target, laws.space, logits, *sets, r.rows, vocab)
+        tape.do("law", distribution, laws.target, logits, *sets, r.rows, vocab)
         given = (r.tokens, r.positions, r.rows, r.generator_seed, r.limit, r.stop_mask)
         streams = (philox.STREAM_ACCEPT, philox.STREAM_FINAL)
         tape.do(

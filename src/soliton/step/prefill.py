@@ -34,6 +34,8 @@ class Prefill:
         collects intermediates of a single pass. ``cancelled`` is asked before each pass; True stops early.
         """
         parts, at = self._parts, start
+        # all of them to the device at once: a copy for each pass would wait for the pass before it
+        tokens = torch.tensor(ids[start:end], dtype=torch.int64, device=parts.device)
         while at < end:
             if cancelled is not None and cancelled():
                 return
@@ -42,13 +44,13 @@ class Prefill:
                 lambda: parts.immediate(trace),
                 parts.weights,
                 parts.spec,
-                ids[at:stop],
+                tokens[at - start : stop - start],
                 at,
                 parts.stream.committed,
                 parts.stream.keep,
                 parts.turn,
             )
-            self._follow(ids, at, stop, step.hidden)
+            self._follow(tokens[max(at, 1) - start : stop - start], at, step.hidden)
             parts.stream.boundary.copy_(step.hidden[-1:].expand(2, -1))
             at = stop
             yield step
@@ -58,19 +60,16 @@ class Prefill:
         parts = self._parts
         if parts.stream.draft_kv is None or length == 0:
             return None
-        ids = torch.tensor([token], device=parts.device)
+        ids = torch.full((1,), token, dtype=torch.int64, device=parts.device)
         return self._entries(ids, parts.stream.boundary[:1], length - 1)
 
-    def _follow(self, ids: Sequence[int], at: int, stop: int, hidden: Tensor) -> None:
-        """MTP entries at - 1 .. stop - 2: hidden states one behind the tokens."""
+    def _follow(self, tokens: Tensor, at: int, hidden: Tensor) -> None:
+        """MTP entries from at - 1 on of the pass's tokens, all but position 0's: hidden states one behind them."""
         parts = self._parts
-        if parts.stream.draft_kv is None:
-            return
-        first = max(at, 1)
-        if first >= stop:
+        if parts.stream.draft_kv is None or not tokens.shape[0]:
             return
         behind = torch.cat([parts.stream.boundary[:1], hidden[:-1]]) if at else hidden[:-1]
-        self._entries(torch.tensor(ids[first:stop], device=parts.device), behind, first - 1)
+        self._entries(tokens, behind, max(at, 1) - 1)
 
     def _entries(self, ids: Tensor, hidden: Tensor, start: int) -> Tensor:
         parts = self._parts

@@ -1,0 +1,233 @@
+// Words of the persistent kernel in sweep.cu: the instruction, what a block shares, and the instructions of the chip
+// that CUDA C++ has no name for.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int HALVES = SOLITON_HALVES;  // most rows over 8
+constexpr int ROWS = HALVES * 8, TILES = (HALVES + 1) / 2;
+constexpr int WARPS = 8, BLOCK = 320, PARTS = BLOCK / 32, HEAD = 128;
+constexpr int THREADS = (WARPS + 4) * 32;  // two warpgroups that multiply, one for the other roles
+constexpr int MULTIPLIERS = WARPS * 32;
+constexpr int BUFFERS = HALVES == 1 ? 4 : HALVES == 2 ? 3 : 2;  // of partial sums
+constexpr int QUEUE = 32;   // pieces described ahead; no warp that reads them is so far behind
+constexpr int MOST = 16;    // pieces in the ring
+constexpr int TURNS = 840;  // what a piece's barriers count to: the teams that had a part in it share it evenly
+constexpr int GROUPS = 6;       // most groups that one block sums over several terms
+constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 32;
+constexpr int TILE = 32, TAPS = 4, CHUNK = 8, DELTA_WARPS = WARPS;  // of a recurrence: values of an item, rows at once
+
+enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA };
+enum Prologue { PLAIN, RMS, SCALED, KEEP };
+enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU };
+
+// How a term of `width` columns lies among the warps: blocks of 320 columns, teams of so many warps, and at most `per`
+// groups of 8 weight rows in a piece, no more than teams. Reckoned by the host: divisions are slow.
+struct Shape {
+    int width, blocks, teams, per;
+};
+
+struct Instr {
+    const u16* w;       // [N, K], or [E, N, K]
+    const u16* x;       // activations, bf16
+    void* out;
+    const void* norm;  // [K] bf16
+    const u16* gate;
+    const u16* w2;      // DOWN: the shared expert's [N, K2], and its activations
+    const u16* x2;
+    i64* ids;        // [rows, topk]
+    float* weights;  // [rows, topk]
+    const float* bias;
+    const float* logits;  // ROUTE: [rows, x_stride]
+    float* stats;         // SCALED: sums of squares [rows, K / 128, 4]
+    const u16* g;
+    const u16* up_f;
+    const u16* up_g;
+    int kind, prologue, epilogue, sync;
+    int n, k, k2, x_stride, x2_stride, out_stride, gate_stride, slot_stride;
+    int experts, topk, groups, top_groups, renormalize, start, terms, split;
+    Shape shape, last;  // of every term, of the last one
+    int g_stride, spare;
+    float eps, scaling, limit, eps2;
+    // KDA reads them otherwise: x projections, gate forget rows, g output gates, x2 beta rows, w2 window (written too,
+    // x2_stride a row), w convolution (float), norm a, bias dt_bias, weights states (written too, slot_stride a slot), ids
+    // committed slot, logits the output norm [128], stats as SCALED reads them; up_f, up_g: weights [n * 128, 128] that make
+    // forget rows and gates of `gate` and `g`, or null; n heads, k convolved channels, experts slots, groups 1 for the
+    // bounded law, scaling its bound, limit the q scale.
+};
+
+struct Delta {  // rows of a chunk of one KDA item
+    float q[CHUNK][HEAD], k[CHUNK][HEAD], d[CHUNK][HEAD];  // d: decays; forget rows before
+    float v[CHUNK][TILE], open[CHUNK][TILE];               // open: what the output is multiplied by; gates before
+    float beta[CHUNK], qk[CHUNK];
+};
+
+// All that the blocks have in common outside the list.
+struct Grid {
+    u32* counter;
+    float* carry;  // [blocks, ROWS, 8]: a group's sum so far, for the block that goes on with it
+    int* flags;    // [blocks]: whether it is there
+    i64* trace;
+};
+
+// What the copier says of a piece before its weights arrive: some groups of one term, a team each; or, where sums are over
+// several terms, `parts` terms, a team each, of `span` groups.
+struct Piece {
+    int group, offset;       // the first group; where its weights lie in the ring
+    short term, kept;        // of a sum, or which chosen expert (UP); where the first group's sum over terms is kept
+    u8 parts, span, turn, flags;  // turn: the first part's team
+    int share, spare[3];          // of TURNS: a team's
+};
+enum Flag { FINAL = 1, LAST = 2, SEVERAL = 4, ADOPTS = 8, HANDS = 16, WEIGHED = 32 };
+
+struct Shared {
+    Grid grid;
+    u64 full[QUEUE], empty[QUEUE], ready[BUFFERS], tables;
+    u32 phase;  // of the grid's barrier; thread 0's
+    Piece queue[QUEUE];
+    int ends[LIST];  // pieces up to the end of each instruction
+    int current;     // the committed slot of the recurrences' states
+    __align__(16) Instr list[LIST];
+    __align__(16) float partial[BUFFERS][WARPS][ROWS][8];  // in a recurrence: sums of its warps
+    float total[GROUPS][ROWS][8];
+    float stat[WARPS][ROWS], scale[ROWS];
+    union {
+        __align__(16) Delta delta;
+        struct {
+            uint4 norm[WARPS][BLOCK / 8];  // of each warp: its columns of the norm's weights
+            uint4 stage[WARPS][32];
+        } lane;
+    };
+    float weight[ROWS][TOPK];
+    int id[ROWS][TOPK];
+    u32 bits[32];
+    u16 expert[CHOSEN];
+    u8 slot[CHOSEN][ROWS];  // of an expert in a row's choice; 255: not chosen
+    int chosen;
+    volatile int issued, ended;  // pieces that are in the queue, instructions whose pieces all are
+    volatile int reduced;        // pieces whose partial sums have been read
+};
+static_assert(sizeof(float) * BUFFERS * WARPS * ROWS * 8 >= sizeof(float) * 2 * DELTA_WARPS * 2 * TILE, "sums of a recurrence");
+
+// Times of one launch, for benchmarks/sweep_trace.py: [block][LIST][MARKS] clock cycles of the block's multiprocessor.
+#if SOLITON_TRACE
+constexpr int MARKS = 8;
+#define MARK(trace, i, n) \
+    if (threadIdx.x % 32 == 0 && (trace) != nullptr) (trace)[((i64)blockIdx.x * LIST + (i)) * MARKS + (n)] = clock64()
+#else
+#define MARK(trace, i, n)
+#endif
+
+__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ int min_(int a, int b) { return a < b ? a : b; }
+__device__ __forceinline__ float lower(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float upper(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 pair(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+__device__ __forceinline__ u16 half(float v) { return (u16)(pair(v, 0.f) & 0xffff); }
+__device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
+
+// Activations are written by other multiprocessors during the kernel: read them where those writes arrive, in L2.
+__device__ __forceinline__ void load16(u32* to, const void* from) {
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
+}
+__device__ __forceinline__ float4 load_floats(const float* from) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint2 load8(const u16* from) {
+    uint2 v;
+    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_float(const float* from) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ u16 load_half(const u16* from) {
+    u16 v;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
+    return v;
+}
+__device__ __forceinline__ i64 load_whole(const i64* from) {
+    i64 v;
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void mbar_init(u64* bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbar_arrive(u64* bar, u32 count) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbar_expect(u64* bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbar_wait(u64* bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n@!done bra again;\n}" ::"r"(smem(bar)), "r"(parity)
+        : "memory");
+}
+__device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64* bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            to), "l"(from), "r"(bytes), "r"(smem(bar)), "l"(0x12F0000000000000ull)  // evict first: read once a step
+        : "memory");
+}
+__device__ __forceinline__ void release(int* flag, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+__device__ __forceinline__ int acquire(const int* flag) {
+    int seen;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+    return seen;
+}
+// Whether a word of shared memory that one warp counts up has passed `count`.
+__device__ __forceinline__ void passed(const volatile int& word, int count) {
+    while (word <= count) {}
+    asm volatile("" ::: "memory");
+}
+// Named barriers: 1 the multipliers, 2 with the reducer, 3 to 10 teams of multipliers.
+__device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
+__device__ __forceinline__ void both_sync() { asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS + 32) : "memory"); }
+__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The grid's barrier, by the multipliers: first all that this block wrote before is out, later all that others wrote is
+// there. Between them belongs whatever does not depend on the others. The counter's upper bit turns when all blocks are
+// there: one of them adds what the others lack.
+__device__ __forceinline__ void grid_arrive(Shared& S, int i) {
+    both_sync();
+    if (threadIdx.x < 32) MARK(S.grid.trace, i, 1);
+    if (threadIdx.x == 0) {
+        u32 part = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
+        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(S.grid.counter), "r"(part) : "memory");
+    }
+}
+__device__ __forceinline__ void grid_wait(Shared& S) {
+    if (threadIdx.x == 0) {
+        u32 seen;
+        do {
+            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(S.grid.counter) : "memory");
+        } while (seen >> 31 == S.phase);
+        S.phase ^= 1;
+    }
+    multipliers_sync();
+}

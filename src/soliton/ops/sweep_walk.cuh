@@ -1,0 +1,360 @@
+// Which weights a block takes, in which order; the warp that brings them, and the warp that adds up what came of them.
+
+// Where this block stands in the grid for an instruction, and its share of what there is.
+struct Share {
+    int place, groups, terms, begin, end;
+
+    __device__ __forceinline__ Share(const Instr& I, const Shared& S) {
+        u32 grid = gridDim.x, at = blockIdx.x + I.start;
+        if (at >= grid) at -= grid;
+        place = (int)at;
+        groups = I.n / 8;
+        terms = I.kind == UP ? S.chosen : I.kind == DOWN ? S.chosen + (I.w2 != nullptr) : I.terms;
+        u32 all = groups * (I.kind == UP || I.split ? terms : 1);
+        begin = (int)(all * at / grid);
+        end = (int)(all * (at + 1) / grid);
+    }
+};
+
+// The pieces of this block in order. UP: an equal share of all chosen experts' groups. Else every term over the block's
+// own groups, whose sums stay here. With `split` the shares are equal in terms, so a block may begin in the midst of a
+// group's terms (its tail, taken last) and end in the midst of another's (its head, taken with the whole groups). A sum is
+// handed from the block with the head to the block with the tail, so terms are always added in one order.
+struct Walk {
+    const Instr& I;
+    const Shared& S;
+    int terms, groups;      // of a sum, of a term; UP: chosen experts
+    int first, begin, end;  // group with the tail or first whole one; whole groups
+    int tail, head;         // the first term of the tail, terms of the head; 0 without
+    int term, group, turn, left;
+    bool late;  // in the tail
+
+    __device__ Walk(const Instr& I, const Shared& S) : I(I), S(S), term(0), turn(0), late(false) {
+        Share own(I, S);
+        groups = own.groups, terms = own.terms;
+        tail = head = left = 0;
+        first = own.begin, end = own.end;
+        if (I.kind == UP) {
+            left = own.end - own.begin;
+            term = own.begin / groups;
+            group = own.begin - term * groups;
+        } else {
+            if (I.split) {
+                first = own.begin / terms, end = own.end / terms;
+                tail = own.begin - first * terms, head = own.end - end * terms;
+            }
+            group = begin = first + (tail > 0);
+        }
+    }
+    __device__ __forceinline__ void step(int teams, int by) {
+        turn += by;
+        while (turn >= teams) turn -= teams;
+    }
+    __device__ __forceinline__ bool next(Piece& p) {
+        p.kept = 0, p.span = 1;
+        if (I.kind == UP) {
+            if (left <= 0) return false;
+            int count = min_(min_(I.shape.per, left), groups - group);
+            p.group = group, p.term = (short)term, p.parts = (u8)count, p.turn = (u8)turn, p.flags = 0;
+            step(I.shape.teams, count);
+            left -= count;
+            if ((group += count) == groups) group = 0, ++term;
+            return true;
+        }
+        if (!late) {
+            while (group >= end + (term < head)) {
+                if (++term >= terms) {
+                    late = true;
+                    term = tail;
+                    break;
+                }
+                group = begin;
+                step(I.shape.teams, 1);
+            }
+        }
+        if (late) {
+            if (tail == 0 || term >= terms) return false;
+            group = first;
+        }
+        const Shape& shape = term + 1 == terms ? I.last : I.shape;
+        int there = late ? 1 : end + (term < head) - group, flags = 0;
+        p.group = group, p.term = (short)term, p.turn = (u8)turn;
+        if (terms == 1) {
+            int count = min_(shape.per, there);
+            p.parts = (u8)count, p.flags = LAST;
+            step(shape.teams, count);
+            group += count;
+            return true;
+        }
+        int span = min_(shape.per, there), many = 1;
+        if (term + 1 == terms) {
+            if (turn >= shape.teams) p.turn = (u8)(turn = 0);
+        } else if ((late || group == begin) && span == there) {  // several terms of the same groups
+            int until = !late && term < head ? head : terms;
+            if (until == terms && I.last.width != I.shape.width) --until;
+            many = min_(shape.per / span, until - term);
+        }
+        int after = term + many;
+        flags = SEVERAL;
+        if (after == terms) flags |= LAST;
+        if (late && term == tail) flags |= ADOPTS;
+        if (!late && after == head && group + span > end) flags |= HANDS;  // its last group is the head
+        p.kept = (short)(group - first);
+        p.parts = (u8)many, p.span = (u8)span, p.flags = (u8)flags;
+        if (late) {
+            term = after;
+            step(shape.teams, many);
+        } else {
+            term = after - 1;
+            group += span;
+            if (many > 1) step(shape.teams, many - 1);
+        }
+        return true;
+    }
+    // The weights of a term from a group on, and the columns of a row of them.
+    __device__ __forceinline__ const u16* weights(int term, int group, int& row) const {
+        row = I.k;
+        const u16* w = I.w;
+        if (I.kind == UP || I.kind == DOWN) {
+            if (I.kind == DOWN && term == S.chosen) w = I.w2, row = I.k2;
+            else w += (i64)S.expert[term] * I.n * I.k;
+        } else
+            w += term * I.shape.width;
+        return w + (i64)group * 8 * row;
+    }
+};
+
+// ---- copier --------------------------------------------------------------------------------------------------------
+
+struct Copier {
+    Shared& S;
+    u8* ring;
+    const i64* live;
+    i64* trace;
+    int size, lane;
+    int put, pieces, oldest;  // where the next piece may lie, pieces so far, the oldest that is in the ring
+    u32 parity;
+    bool known, frozen;
+
+    __device__ void look() {  // whether the step is frozen, as soon as what came before has finished
+        if (known) return;
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        known = true;
+        frozen = live != nullptr && load_whole(live) <= 0;
+    }
+
+    // Room for so many bytes, behind the last piece or at the ring's beginning; the first ring is filled without a wait.
+    __device__ __forceinline__ int room(int bytes) {
+        while (!frozen) {
+            if (oldest == pieces) return 0;
+            if (pieces - oldest < MOST) {
+                int end = S.queue[oldest % QUEUE].offset;  // what is taken: from there to put
+                if (put > end) {
+                    if (size - put >= bytes) return put;
+                    if (bytes < end) return 0;
+                } else if (end - put > bytes)
+                    return put;
+            }
+            look();
+            if (frozen) break;
+            mbar_wait(&S.empty[oldest % QUEUE], oldest / QUEUE & 1);
+            ++oldest;
+        }
+        return 0;
+    }
+
+    __device__ void push(const Walk& walk, Piece& p, int width) {
+        u32 rows = p.span * 8, bytes = rows * width * 2;
+        put = room(bytes * p.parts);
+        if (frozen) return;
+        p.offset = put;
+        p.share = TURNS / (int)p.parts;
+        int at = pieces % QUEUE;
+        if (lane == 0) {
+            S.queue[at] = p;
+            __threadfence_block();
+            S.issued = pieces + 1;
+            mbar_expect(&S.full[at], bytes * p.parts);
+        }
+        __syncwarp();
+        u32 to = smem(ring) + put;
+        int row;
+        if (p.flags & SEVERAL) {
+            for (int q = 0; q < p.parts; ++q, to += bytes) {
+                const u16* w = walk.weights(p.term + q, p.group, row);
+                copy(to, w, row, width, rows, at);
+            }
+        } else {
+            const u16* w = walk.weights(p.term, p.group, row);
+            copy(to, w, row, width, rows * p.parts, at);
+        }
+        put += bytes * p.parts;
+        ++pieces;
+    }
+    __device__ __forceinline__ void copy(u32 to, const u16* w, int row, int width, u32 rows, int at) {
+        u32 bytes = width * 2;
+        if (row == width) {  // large copies stream faster
+            if (lane == 0) copy_in(to, w, rows * bytes, &S.full[at]);
+        } else
+            for (u32 r = lane; r < rows; r += 32) copy_in(to + r * bytes, w + (i64)r * row, bytes, &S.full[at]);
+    }
+
+    __device__ void run(int count) {
+        bool waiting = false;
+        for (int i = 0; i < count && !frozen; ++i) {
+            const Instr& I = S.list[i];
+            if (I.kind == ROUTE || I.kind == LOAD_ROUTE) waiting = true;
+            else if (I.kind != KDA) {
+                if (waiting && I.kind != PRODUCT) {
+                    look();
+                    if (frozen) break;
+                    mbar_wait(&S.tables, parity);
+                    parity ^= 1;
+                    waiting = false;
+                }
+                Walk walk(I, S);
+                Piece p, q;
+                int before = pieces;
+                for (bool more = walk.next(p); more && !frozen; p = q) {
+                    more = walk.next(q);
+                    if (!more) p.flags |= FINAL;
+                    push(walk, p, p.flags & LAST ? I.last.width : I.shape.width);
+                    if (pieces == before + 1) MARK(trace, i, 6);
+                }
+                if (pieces > before) MARK(trace, i, 7);
+            }
+            if (lane == 0) {
+                S.ends[i] = pieces;
+                __threadfence_block();
+                S.ended = i + 1;
+            }
+        }
+        look();
+        if (frozen)  // copies in flight must land before the block may end
+            for (int i = 0; i < pieces; ++i) mbar_wait(&S.full[i], 0);
+    }
+};
+
+// ---- reducer -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float swiglu(float gate, float rise, float limit) {
+    float g = gate / (1.0f + expf(-gate));
+    if (limit > 0.f) {
+        g = fminf(g, limit);
+        rise = fminf(fmaxf(rise, -limit), limit);
+    }
+    return g * rise;
+}
+
+struct Reducer {
+    Shared& S;
+    int lane, rows, at, taken;
+    u32 parity;
+    bool stale;  // rows have been normed since the scales were made
+
+    // A row's norm is one factor of its sums: made once, of the squares that the multipliers of every block have left.
+    __device__ __forceinline__ void scales(const Instr& I) {
+        if (lane < rows) {
+            float sum = 0.f;
+#pragma unroll 1
+            for (int b = 0; b < I.shape.blocks; ++b) sum += S.stat[b][lane];
+            S.scale[lane] = rsqrtf(sum / (float)I.k + I.eps);
+        }
+        __syncwarp();
+        stale = false;
+    }
+
+    // The sum of one row and column over the blocks of a unit.
+    __device__ __forceinline__ float blocks_of(int unit, int blocks, int row, int column) {
+        const float* from = &S.partial[at][unit][row][column];
+        float part[WARPS], sum = 0.f;
+#pragma unroll
+        for (int b = 0; b < WARPS; ++b) part[b] = b < blocks ? from[b * ROWS * 8] : 0.f;
+#pragma unroll
+        for (int b = 0; b < WARPS; ++b)
+            if (b < blocks) sum += part[b];
+        return sum;
+    }
+
+    __device__ __forceinline__ bool piece(const Instr& I, int place) {
+        mbar_wait(&S.ready[at], parity);
+        const Piece p = S.queue[taken % QUEUE];
+        bool normed = I.prologue == RMS || I.prologue == KEEP, last = p.flags & LAST, several = p.flags & SEVERAL;
+        bool adopts = p.flags & ADOPTS;
+        if (normed && stale) scales(I);
+        if (adopts) {
+            if (lane == 0)
+                while (acquire(S.grid.flags + place - 1) == 0) {}
+            __syncwarp();
+        }
+        int blocks = last ? I.last.blocks : I.shape.blocks, groups = several ? p.span : p.parts;
+        int total = groups * rows, column = lane & 7;
+        int group = 0, row = lane >> 3;  // of this lane's sum
+        for (int base = 0; base < total; base += 4, row += 4) {
+            while (row >= rows) row -= rows, ++group;
+            bool there = group < groups;
+            float sum = 0.f;
+            if (several) {
+                float* kept = &S.total[p.kept + (there ? group : 0)][row][column];
+                if (adopts && there) sum = load_float(S.grid.carry + ((i64)(place - 1) * ROWS + row) * 8 + column);
+                else if (p.term) sum = *kept;
+#pragma unroll 1
+                for (int q = 0; q < p.parts; ++q) {
+                    float of = blocks_of((q * p.span + (there ? group : 0)) * blocks, blocks, row, column);
+                    if (I.kind == DOWN && p.term + q < S.chosen) {
+                        int slot = S.slot[p.term + q][row];
+                        if (slot != 255) sum += S.weight[row][slot] * of;
+                    } else
+                        sum += of;
+                }
+                if (!last) {
+                    if (!there) continue;
+                    if ((p.flags & HANDS) && group + 1 == groups) S.grid.carry[((i64)place * ROWS + row) * 8 + column] = sum;
+                    else *kept = sum;
+                    continue;
+                }
+            } else
+                sum = blocks_of((there ? group : 0) * blocks, blocks, row, column);
+            if (normed) sum *= S.scale[row];
+            int n = (p.group + group) * 8 + column;
+            if (I.kind == UP || I.epilogue == SWIGLU) {
+                float rise = __shfl_down_sync(0xffffffffu, sum, 1);
+                int slot = I.kind == UP ? S.slot[p.term][row] : 0;
+                if (there && column % 2 == 0 && slot != 255)
+                    ((u16*)I.out)[(i64)row * I.out_stride + slot * I.slot_stride + n / 2] = half(swiglu(sum, rise, I.limit));
+                continue;
+            }
+            i64 to = (i64)row * I.out_stride + n;
+            if (there) {
+                if (I.epilogue == STORE_FLOAT) ((float*)I.out)[to] = sum;
+                else if (I.epilogue == STORE) ((u16*)I.out)[to] = half(sum);
+                else ((u16*)I.out)[to] = half(wide(load_half((u16*)I.out + to)) + wide(half(sum)));
+            }
+        }
+        __syncwarp();
+        ++taken;
+        if (lane == 0) {
+            S.reduced = taken;
+            if (adopts) asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(S.grid.flags + place - 1) : "memory");
+            if (p.flags & HANDS) release(S.grid.flags + place, 1);
+        }
+        if (++at == BUFFERS) at = 0, parity ^= 1;
+        return !(p.flags & FINAL);
+    }
+
+    __device__ void run(int count) {
+        for (int i = 0; i < count; ++i) {
+            const Instr& I = S.list[i];
+            if (I.sync) both_sync();
+            if (I.kind == ROUTE || I.kind == LOAD_ROUTE) {
+                both_sync();  // the tables are there
+                continue;
+            }
+            if (I.kind == KDA) continue;
+            if (I.prologue == RMS) stale = true;
+            Share own(I, S);
+            if (own.begin < own.end)
+                while (piece(I, own.place)) {}
+        }
+    }
+};
