@@ -42,12 +42,12 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"n": 32, "HEADS": 32, "NOPE": 128, "C": 512, "ROPE": 64, "TURNED": True, "BR": 16, "BN": 64},
         ),
         "_attend": (
-            "*fp32 *fp32 *bf16 *bf16 *i64 *i64 i32 i32 fp32 i32",
+            "*fp32 *fp32 *bf16 *bf16 *i64 *i64 i32 i32 fp32 i32 i32",
             {"n": 32, "C": 512, "ROPE": 64, "ROWS": 32, "TILE": 64, "BLOCK": 64, "GROUPED": True},
         ),
         "_combine": (
-            "*bf16 *fp32 *fp32 *i64 *i64 i32 i32",
-            {"n": 32, "C": 512, "PARTS": 256, "STEPS": 5, "TOGETHER": 32, "COLUMNS": 64},
+            "*bf16 *fp32 *i64 *i64 *i64 i32",
+            {"n": 32, "C": 512, "SPAN": 64, "SLOTS": 160, "STEPS": 5, "TOGETHER": 32, "COLUMNS": 32},
         ),
     },
     "verdict_triton": {

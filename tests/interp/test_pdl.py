@@ -46,4 +46,5 @@ def test_cuda_kernels() -> None:
         # the list of instructions and the weights: nothing in a step writes them
         assert any(operation.startswith("ld.global.nc") for operation, _ in accesses)
         rest = {operation for operation, _ in accesses if not operation.startswith("ld.global.nc")}
-        assert rest and all(operation.startswith("cp.async.bulk.shared::cluster.global.mbarrier") for operation in rest)
+        copies = ("cp.async.bulk.shared::cluster.global.mbarrier", "cp.async.bulk.prefetch.L2.global")
+        assert rest and all(operation.startswith(copies) for operation in rest)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -308,9 +309,11 @@ def device_name(device: torch.device) -> str:
 def driver() -> str | None:
     """The version of NVIDIA's driver, or None."""
     try:
-        return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split("Module")[1].split()[0]
-    except (OSError, IndexError):
+        said = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
         return None
+    found = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", said)
+    return found[0] if found else None
 
 
 def commit() -> str | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .instructions import down, kda, load_route, product, route, up
-from .sweep import HEAD, LIST, ROUTE, SLAB, Instruction, Sweep
+from .instructions import down, kda, load_route, product, route, tagged, up
+from .sweep import HEAD, LIST, PRODUCT, ROUTE, SLAB, Instruction, Sweep
 
 
 def fuse(entries: list[Any], live: Tensor | None, *, entry: Any) -> list[Any]:
@@ -24,6 +25,7 @@ class _Fuser:
         self.made: list[Any] = []
         self.norms: dict[int, Any] = {}  # address of a normed buffer -> the entry that would make it
         self.scales: dict[int, tuple[Tensor, float]] = {}  # address of a recurrence's opened output -> its norm
+        self.words: Tensor | None = None  # logits on their way, for all layers
         self.low: tuple[Any, Any] | None = None  # products that the next recurrence makes itself
         self.readers: dict[int, list[tuple[str, int]]] = {}
         for item in entries:
@@ -45,7 +47,7 @@ class _Fuser:
             elif item.op == "router":
                 if self.open is not None and len(self.open.instructions) + 4 > LIST:
                     self._close()  # the experts' products belong into the same list
-                self._put(item.args[0].shape[0], route(*item.args))
+                self._choice(item)
             elif item.op == "moe":
                 at += self._moe(item, following)
             elif item.op == "kda.step" and item.args[8].shape[2:] == (HEAD, HEAD):
@@ -55,7 +57,20 @@ class _Fuser:
                 self.made.append(item)
             at += 1
         self._close()
+        sweeps = [made.function for made in self.made if isinstance(made.function, Sweep)]
+        for one, after in itertools.pairwise(sweeps):
+            one.ahead = after
         return self.made
+
+    def _choice(self, item: Any) -> None:
+        logits, choice = item.args[2], route(*item.args)
+        scores = self.open.instructions[-1] if self.open is not None else None
+        alone = [op for op, _ in self.readers.get(logits.data_ptr(), [])] == ["router"]
+        if scores is not None and alone and scores.kind == PRODUCT and scores.fields["out"] is logits:
+            if self.words is None or self.words.shape != logits.shape:
+                self.words = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
+            tagged(scores, choice, self.words)
+        self._put(item.args[0].shape[0], choice)
 
     def _folds(self, item: Any) -> bool:
         """Whether everything that reads this norm's output can norm its input itself."""

@@ -21,6 +21,7 @@ from .sweep import (
     SLAB,
     STORE,
     STORE_FLOAT,
+    STORE_TAGGED,
     SWIGLU,
     TOPK,
     UP,
@@ -60,11 +61,16 @@ def product(
     if limit is not None:
         fields |= {"epilogue": SWIGLU, "limit": limit}
     elif add:
-        fields["epilogue"] = ADD
+        fields["epilogue"] = _adds(out)
         reads.append(out)
     else:
         fields["epilogue"] = STORE_FLOAT if out.dtype == torch.float32 else STORE
     return Instruction(kind=PRODUCT, fields=fields, reads=reads, writes=[out], input=_normed(x, norm))
+
+
+def _adds(out: Tensor) -> int:
+    assert out.dtype == torch.bfloat16 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0, "added in pairs"
+    return ADD
 
 
 def _normed(x: Tensor, norm: tuple[Tensor, float] | None) -> tuple[int, ...] | None:
@@ -112,7 +118,7 @@ def down(out: Tensor, act: Tensor, w: Tensor, shared: tuple[Tensor, Weight] | No
     expert's. w: [E, H, I]; act: [R, k, I]; shared: (its activations [R, J], its down weight)."""
     fields: dict[str, Any] = {
         "w": w, "x": act, "out": out, "n": w.shape[1], "k": w.shape[2], "x_stride": act.stride(0),
-        "slot_stride": act.stride(1), "out_stride": out.stride(0), "epilogue": ADD if add else STORE,
+        "slot_stride": act.stride(1), "out_stride": out.stride(0), "epilogue": _adds(out) if add else STORE,
     }  # fmt: skip
     reads = [act, *([out] if add else [])]
     if shared is not None:
@@ -154,3 +160,13 @@ def kda(
         assert opened is not None and all(w.inputs == HEAD and w.padded >= heads * HEAD for w in low)
         fields |= {"up_f": low[0].data.t(), "up_g": low[1].data.t()}
     return Instruction(kind=KDA, fields=fields, reads=reads, writes=writes)
+
+
+def tagged(scores: Instruction, choice: Instruction, words: Tensor) -> None:
+    """Let a choice of experts wait for its logits word by word instead of for the grid. scores: the product right
+    before it, whose output only it reads; words: int64 [R, N], used by nothing else."""
+    assert scores.fields["epilogue"] == STORE_FLOAT and choice.kind == ROUTE
+    scores.fields |= {"out": words, "out_stride": words.stride(0), "epilogue": STORE_TAGGED}
+    scores.writes[:] = [words]
+    choice.fields |= {"logits": words, "x_stride": words.stride(0), "tagged": 1}
+    choice.reads[:] = [words]

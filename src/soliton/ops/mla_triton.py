@@ -32,7 +32,8 @@ MOST_GROUPS = 128  # beyond, groups grow with the cache's capacity
 MOST_BLOCKS = 256  # of a cache whose blocks may have programs of their own
 ROWS = 32  # most rows of a step
 TOGETHER = 32  # groups at once when they are added up
-COLUMNS = 64  # of a combining program
+COLUMNS = 32  # of a combining program
+EMPTY = tl.constexpr(0xFF800000)  # a level of nothing: no score, and no sum
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def _weigh(c, q, at, limit, first, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _attend(part, level, query, cache, positions, live, ld_cache, R, scale, span,
+def _attend(part, level, query, cache, positions, live, ld_cache, R, scale, span, slots,
             n: tl.constexpr, C: tl.constexpr, ROPE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
             BLOCK: tl.constexpr, GROUPED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     # programs that read the same part of the cache follow one another, so that it comes from memory once
@@ -203,11 +204,11 @@ def _attend(part, level, query, cache, positions, live, ld_cache, R, scale, span
     count = tl.minimum(tl.load(live).to(tl.int32), R)
     known = tl.load(positions + rows, mask=rows < R, other=-1).to(tl.int32)
     limit = tl.load(positions + pairs // n, mask=pairs < R * n, other=-1).to(tl.int32)
+    first = tl.load(positions + tile * TILE // n).to(tl.int32)  # positions ascend
     last = tl.max(tl.where(rows < count, known, -1))
     start = which * span
     if (tile * TILE < count * n) & (start <= last):
         inside, cols, lines = pairs < count * n, tl.arange(0, C // 4), tl.arange(0, BLOCK)
-        first = tl.min(tl.where(inside, limit, last))
         # a dead row's query stays in its own column
         q = _quarters(query + pairs[:, None] * (C + ROPE), (pairs < R * n)[:, None], C, ROPE)
         block = cache + start.to(tl.int64) * ld_cache + (lines * ld_cache)[:, None]
@@ -237,45 +238,63 @@ def _attend(part, level, query, cache, positions, live, ld_cache, R, scale, span
         tl.store(target + C // 4, a1, mask=inside[None, :])
         tl.store(target + C // 2, a2, mask=inside[None, :])
         tl.store(target + C // 4 * 3, a3, mask=inside[None, :])
-        tl.store(level + at * 2, top, mask=inside)
-        tl.store(level + at * 2 + 1, total, mask=inside)
+        own = level + (pairs * slots + which) * 2  # a pair's lie together for the kernel that combines
+        tl.store(own, top, mask=inside)
+        tl.store(own + 1, total, mask=inside)
 
 
 @triton.jit
-def _combine(out, part, level, positions, live, R, span, n: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr,
-             STEPS: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _level(packed):
+    """A largest score and a sum that were loaded as one."""
+    return packed.to(tl.int32).to(tl.float32, bitcast=True), (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _combine(out, part, level, positions, live, R, n: tl.constexpr, C: tl.constexpr, SPAN: tl.constexpr,
+             SLOTS: tl.constexpr, STEPS: tl.constexpr, TOGETHER: tl.constexpr, COLUMNS: tl.constexpr,
+             PDL: tl.constexpr):  # fmt: skip
+    """Some columns of a pair. All that is read of a round is under way at once, and waits for the position alone."""
     pair, cols = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = pair // n
+    row, groups = pair // n, tl.arange(0, TOGETHER) * STEPS
+    ahead = R * n * C  # from a part to the next
+    levels = level + pair * SLOTS
+    line = part + pair * C + cols[None, :] + (groups * ahead)[:, None]
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     count, place = tl.load(live), tl.load(positions + row).to(tl.int32)
-    if row < count:
-        held = place // span + 1  # parts that this row sees; later ones are left out, or zero in a group
-        parts = tl.arange(0, PARTS)
-        top = tl.max(tl.load(level + (parts * (R * n) + pair) * 2, mask=parts < held, other=float("-inf")))
-        acc, total = tl.zeros((COLUMNS,), tl.float32), tl.zeros((COLUMNS,), tl.float32)
-        line = part + pair * C + cols[None, :]
-        for begin in range(0, held, TOGETHER * STEPS):
+    # parts that this row sees; later ones are left out, or zero in a group
+    held = tl.where(row < count, place // SPAN + 1, 0)
+    top = float("-inf")
+    if SLOTS > TOGETHER * STEPS:
+        for begin in tl.static_range(0, SLOTS, TOGETHER * STEPS):
+            for step in tl.static_range(STEPS):
+                known = tl.load(levels + groups + (begin + step), mask=groups < held - (begin + step), other=EMPTY)
+                top = tl.maximum(top, tl.max(_level(known)[0]))
+    acc, total = tl.zeros((COLUMNS,), tl.float32), 0.0
+    for begin in tl.static_range(0, SLOTS, TOGETHER * STEPS):
+        packed, values = (), ()
+        for step in tl.static_range(STEPS):
+            packed += (tl.load(levels + groups + (begin + step), mask=groups < held - (begin + step), other=EMPTY),)
+        for step in tl.static_range(STEPS):
+            seen = (groups < held - (begin + step))[:, None]
+            values += (tl.load(line + (begin + step) * ahead, mask=seen, other=0.0),)
+        if begin < held:  # a block of its own, or ptxas moves loads down to their uses to save registers
             high = tl.full((TOGETHER,), float("-inf"), tl.float32)
             amount = tl.zeros((TOGETHER,), tl.float32)
             sums = tl.zeros((TOGETHER, COLUMNS), tl.float32)
             for step in tl.static_range(STEPS):
-                which = begin + tl.arange(0, TOGETHER) * STEPS + step
-                there, at = which < held, which * (R * n) + pair
-                other = tl.load(level + at * 2, mask=there, other=float("-inf"))
-                more = tl.load(level + at * 2 + 1, mask=there, other=0.0)
-                values = tl.load(line + (which * (R * n * C))[:, None], mask=there[:, None], other=0.0)
+                other, more = _level(packed[step])
                 if STEPS == 1:  # groups, merged where they were made
-                    high, amount, sums = other, more, values
+                    high, amount, sums = other, more, values[step]
                 else:
                     high, amount, keep, add = _merge(high, amount, other, more)
-                    sums = tl.fma(sums, keep[:, None], values * add[:, None])
-            weight = tl.exp(high - top)
-            # both in the same shape, for the order of a sum comes with the shape
+                    sums = tl.fma(sums, keep[:, None], values[step] * add[:, None])
+            weight = tl.exp(high - (tl.max(high) if SLOTS == TOGETHER * STEPS else top))
+            # sums of the same shapes in either form, for the order of a sum comes with the shape
             acc += tl.sum(sums * weight[:, None], 0)
-            total += tl.sum(tl.broadcast_to((amount * weight)[:, None], (TOGETHER, COLUMNS)), 0)
-        tl.store(out + pair * C + cols, (acc / total).to(out.dtype.element_ty))
+            total += tl.sum(amount * weight)
+    tl.store(out + pair * C + cols, (acc / total).to(out.dtype.element_ty), mask=cols < tl.where(row < count, C, 0))
 
 
 def parts_of(pairs: int, capacity: int) -> tuple[int, int, int]:
@@ -293,7 +312,8 @@ def attend(
 ) -> None:  # fmt: skip
     """out[R, n, C]; see ops.mla.attend_reference. The weights are rounded to the cache's type before they meet it.
 
-    part: float32 [parts, R * n, C] and level: float32 [parts, R * n, 2] (largest score, sum) are scratch.
+    part: float32 [parts, R * n, C] and level: float32 [R * n, whole rounds of parts, 2] (largest score, sum) are
+    scratch; see ``scratch``.
     """
     count, n, wide = query.shape
     latent, pairs = out.shape[2], count * n
@@ -301,13 +321,13 @@ def attend(
     tile = min(TILE, max(16 if held > 1 else LEAST, triton.next_power_of_2(pairs)))
     assert count <= ROWS and latent % COLUMNS == 0 and out.is_contiguous() and query.is_contiguous()
     _attend[(triton.cdiv(pairs, tile), parts)](
-        part, level, query, cache, positions, rows, cache.stride(0), count, scale, held * BLOCK,
+        part, level, query, cache, positions, rows, cache.stride(0), count, scale, held * BLOCK, level.shape[1],
         n=n, C=latent, ROPE=wide - latent, ROWS=ROWS, TILE=tile, BLOCK=BLOCK, GROUPED=held > 1, PDL=chained(),
         num_warps=8, num_stages=2, enable_fp_fusion=False, launch_pdl=chained(),
     )  # fmt: skip
     _combine[(pairs, latent // COLUMNS)](
-        out, part, level, positions, rows, count, held * BLOCK, n=n, C=latent, PARTS=triton.next_power_of_2(parts),
-        STEPS=steps, TOGETHER=TOGETHER, COLUMNS=COLUMNS, PDL=chained(),
+        out, part, level.view(torch.int64), positions, rows, count, n=n, C=latent, SPAN=held * BLOCK,
+        SLOTS=level.shape[1], STEPS=steps, TOGETHER=TOGETHER, COLUMNS=COLUMNS, PDL=chained(),
         num_warps=4, num_stages=1, enable_fp_fusion=False, launch_pdl=chained(),
     )  # fmt: skip
 
@@ -315,6 +335,7 @@ def attend(
 def scratch(rows: int, heads: int, latent: int, cache: Tensor) -> tuple[Tensor, Tensor]:
     """``part`` and ``level`` of ``attend``."""
     pairs = rows * heads
-    parts = parts_of(pairs, cache.shape[0])[1]
+    _, parts, steps = parts_of(pairs, cache.shape[0])
+    slots = triton.cdiv(parts, TOGETHER * steps) * TOGETHER * steps
     part = torch.zeros(parts, pairs, latent, dtype=torch.float32, device=cache.device)
-    return part, torch.zeros(parts, pairs, 2, dtype=torch.float32, device=cache.device)
+    return part, torch.zeros(pairs, slots, 2, dtype=torch.float32, device=cache.device)

@@ -4,13 +4,13 @@
 // One block a multiprocessor: WARPS multiplying warps, one warp that adds up and stores, one that copies. Weights are
 // [N, K] bf16, K contiguous. The copier brings pieces (groups of 8 weight rows) into a ring of slots, ahead of everything
 // that waits for activations, because weights never depend on them (routed experts excepted). A multiplier owns one
-// 320-column block of K: its part of the activations lives in registers as the A operand of m16n8k16 products, the
+// block of K, at most 320 columns: its part of the activations lives in registers as the A operand of m16n8k16 products, the
 // weights are the B operand. Where K is short the multipliers form teams that take pieces in turn. All roles walk the same
 // pieces in the same order. What limits this kernel besides memory is the way from one product to the next: whatever does
 // not depend on activations is reckoned or loaded before the grid is waited for.
 //
-// Order of sums, the same for every number of rows, grid and list: within a 320-column block the tensor core's, over
-// 20 products of 16 columns; blocks ascending, one after the other, in float32; terms ascending: slabs of columns, or
+// Order of sums, the same for every number of rows, grid and list: within a block four sums of the tensor core's, each
+// over every fourth 16 columns; blocks ascending, one after the other, in float32; terms ascending: slabs of columns, or
 // experts by index with the shared expert last. A norm over the input is its weights' product with the rows, rounded to
 // bf16, and one factor of the sums.
 
@@ -21,15 +21,18 @@
 
 // How the warps share pieces of some shape.
 struct Lie {
-    int blocks, teams, team, block, parts;  // parts: 32-column parts of this warp's block
+    int blocks, teams, team, block, first, parts;  // first column of this warp's block, its 32-column parts
 
     __device__ __forceinline__ void set(const Shape& s, int warp) {
         blocks = s.blocks, teams = s.teams;
         team = 0, block = warp;
         while (block >= blocks) block -= blocks, ++team;
-        parts = min_(PARTS, (s.width - block * BLOCK) / 32);
+        first = block * s.size;
+        parts = min_(s.size, s.width - first) / 32;
     }
 };
+
+constexpr int HEADS = BLOCK / HEAD + 2;  // that a block can touch
 
 // Where the rows of one term's activations begin.
 struct Source {
@@ -38,8 +41,9 @@ struct Source {
     const u8* slot;  // of each row among its chosen experts' activations; null: rows of x themselves
 };
 
-struct Raw {  // as `a` below, by rows
+struct Raw {  // as `a` below, by rows; with one half also the squares of the heads that the block touches
     u32 x[HALVES][PARTS][4];
+    float4 squares[HEADS];
 };
 
 struct Multiplier {
@@ -73,13 +77,22 @@ struct Multiplier {
         for (int h = 0; h < HALVES; ++h) {
             int row = h * 8 + lane / 4, place = 0;
             if (row < rows && s.slot != nullptr) place = s.slot[row] == 255 ? -1 : s.slot[row] * s.slot_stride;
-            const u16* from = s.x + (i64)row * s.stride + place + lie.block * BLOCK + lane % 4 * 8;
+            const u16* from = s.x + (i64)row * s.stride + place + lie.first + lane % 4 * 8;
 #pragma unroll
             for (int j = 0; j < PARTS; ++j) {
                 raw.x[h][j][0] = raw.x[h][j][1] = raw.x[h][j][2] = raw.x[h][j][3] = 0;
                 if (row < rows && place >= 0 && j < lie.parts) load16(raw.x[h][j], from + j * 32);
             }
         }
+        if (HALVES == 1 && I.prologue == SCALED)
+#pragma unroll
+            for (int i = 0; i < HEADS; ++i) raw.squares[i] = squares(I, lie, t, lane / 4, i);
+    }
+    // Sums of squares, in parts, of the block's i-th head; zero where there is none.
+    __device__ __forceinline__ float4 squares(const Instr& I, const Lie& lie, int t, int row, int i) {
+        int left = t * I.shape.width + lie.first, head = left / HEAD + i, heads = I.k / HEAD;
+        bool there = row < rows && head < heads && head * HEAD < left + lie.parts * 32;
+        return there ? load_floats(I.stats + ((i64)row * heads + head) * 4) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
 
     // Leaves the rows' sums of squares, and multiplies by the norm's weights.
@@ -111,19 +124,14 @@ struct Multiplier {
 
     // Scales each head's 128 columns by their norm, whose squares lie beside them.
     __device__ __forceinline__ void scale(Raw& raw, const Instr& I, const Lie& lie, int t) {
-        int left = t * I.shape.width + lie.block * BLOCK, before = left % HEAD / 32;  // parts of the first head
-        int heads = I.k / HEAD, head = left / HEAD;
+        int before = (t * I.shape.width + lie.first) % HEAD / 32;  // parts of the first head left of the block
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
-            int row = h * 8 + lane / 4;
-            float by[BLOCK / HEAD + 2];  // a block touches so many heads
+            float by[HEADS];
 #pragma unroll
-            for (int i = 0; i < BLOCK / HEAD + 2; ++i) {
-                by[i] = 0.f;
-                if (row < rows && head + i < heads && i * 4 - before < lie.parts) {
-                    float4 p = load_floats(I.stats + ((i64)row * heads + head + i) * 4);
-                    by[i] = rsqrtf((p.x + p.y + p.z + p.w) / (float)HEAD + I.eps);
-                }
+            for (int i = 0; i < HEADS; ++i) {
+                float4 p = HALVES == 1 ? raw.squares[i] : squares(I, lie, t, h * 8 + lane / 4, i);
+                by[i] = rsqrtf((p.x + p.y + p.z + p.w) / (float)HEAD + I.eps);
             }
 #pragma unroll
             for (int j = 0; j < PARTS; ++j) {
@@ -137,53 +145,56 @@ struct Multiplier {
         }
     }
 
-    // Into `a`, through shared memory: the compiler would keep them as they were loaded and gather four for every product.
+    // Into `a`. The compiler would rather keep them as they were loaded and gather four for every product: what it cannot
+    // see through, it computes once.
     __device__ __forceinline__ void keep(const Raw& raw) {
-        u32 stage = smem(&S.lane.stage[warp][lane]);
+        u32 none = (u32)rows >> 16;
 #pragma unroll
         for (int j = 0; j < PARTS; ++j)
 #pragma unroll
             for (int m = 0; m < TILES; ++m)
 #pragma unroll
-                for (int p = 0; p < 2; ++p) {
-                    constexpr bool NONE = HALVES == 1;
-                    u32(&v)[4] = a[m][j][p];
-                    const u32 *one = raw.x[2 * m][j], *two = raw.x[(2 * m + 1) % HALVES][j];
-                    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(stage), "r"(one[2 * p]), "r"(NONE ? 0 : two[2 * p]),
-                                 "r"(one[2 * p + 1]), "r"(NONE ? 0 : two[2 * p + 1]) : "memory");
-                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(stage) : "memory");
+                for (int i = 0; i < 4; ++i) {
+                    a[m][j][i / 2][i % 2 * 2] = raw.x[2 * m][j][i] ^ none;
+                    a[m][j][i / 2][i % 2 * 2 + 1] = HALVES == 1 ? raw.x[0][j][i] & none : raw.x[(2 * m + 1) % HALVES][j][i] ^ none;
                 }
     }
 
-    // One group of 8 weight rows. In rows of whole 128 bytes an odd row takes its 64-byte halves in the other order, or it
-    // would meet the even row before it in the same banks.
+    __device__ __forceinline__ void part(float (&c)[4][TILES][4], int j, uint4 b) {
+#pragma unroll
+        for (int m = 0; m < TILES; ++m) {
+            product(c[j % 2 * 2][m], a[m][j][0], b.x, b.y);
+            product(c[j % 2 * 2 + 1][m], a[m][j][1], b.z, b.w);
+        }
+    }
+    // One group of 8 weight rows; N: how many parts the block has, 0: any number. In rows of whole 128 bytes an odd row
+    // takes its 64-byte parts in the other order, or it would meet the even row before it in the same banks.
+    template <int N>
     __device__ __forceinline__ void group(int at, const u8* from, int parts, int odd) {
-        float c[2][TILES][4];
+        float c[4][TILES][4];
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) c[0][m][i] = c[1][m][i] = 0.f;
+            for (int m = 0; m < TILES; ++m) c[i][m][0] = c[i][m][1] = c[i][m][2] = c[i][m][3] = 0.f;
         const u8 *one = from + odd * 64, *two = from + 64 - odd * 64;
 #pragma unroll
-        for (int j = 0; j < PARTS; j += 2) {
-            if (j >= parts) break;
-            uint4 b0 = *(const uint4*)(one + j * 64), b1 = make_uint4(0, 0, 0, 0);
-            if (j + 1 < parts) b1 = *(const uint4*)(two + j * 64);
-            uint4 even = odd ? b1 : b0, other = odd ? b0 : b1;
-#pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                product(c[0][m], a[m][j][0], even.x, even.y);
-                product(c[1][m], a[m][j + 1][0], other.x, other.y);
-                product(c[0][m], a[m][j][1], even.z, even.w);
-                product(c[1][m], a[m][j + 1][1], other.z, other.w);
-            }
+        for (int j = 0; j + 1 < (N ? N : PARTS); j += 2) {
+            if (N == 0 && j + 1 >= parts) break;
+            uint4 b0 = *(const uint4*)(one + j * 64), b1 = *(const uint4*)(two + j * 64);
+            part(c, j, make_uint4(odd ? b1.x : b0.x, odd ? b1.y : b0.y, odd ? b1.z : b0.z, odd ? b1.w : b0.w));
+            part(c, j + 1, make_uint4(odd ? b0.x : b1.x, odd ? b0.y : b1.y, odd ? b0.z : b1.z, odd ? b0.w : b1.w));
         }
+        if (N % 2) part(c, N - 1, *(const uint4*)(from + (N - 1) * 64));
+        if (N == 0 && parts % 2)
+#pragma unroll
+            for (int j = 0; j < PARTS; j += 2)
+                if (j + 1 == parts) part(c, j, *(const uint4*)(from + j * 64));
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             int row = h * 8 + lane / 4, m = h / 2, i = h % 2 * 2;
             if (row < rows)
-                *(float2*)&S.partial[buffer][at][row][lane % 4 * 2] = make_float2(c[0][m][i] + c[1][m][i], c[0][m][i + 1] + c[1][m][i + 1]);
+                *(float2*)&S.partial[buffer][at][row][lane % 4 * 2] = make_float2((c[0][m][i] + c[1][m][i]) + (c[2][m][i] + c[3][m][i]),
+                    (c[0][m][i + 1] + c[1][m][i + 1]) + (c[2][m][i + 1] + c[3][m][i + 1]));
         }
     }
 
@@ -195,7 +206,7 @@ struct Multiplier {
         lie.set(I.shape, warp);
         if (rms) {  // the warp's columns of the norm's weights
             for (int i = lane; i < lie.parts * 4; i += 32)
-                S.lane.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.block * BLOCK) + i);
+                S.lane.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
             __syncwarp();
         }
         if (I.sync) grid_wait(S);
@@ -249,11 +260,16 @@ struct Multiplier {
                 if (fresh && warp == 0) MARK(S.grid.trace, number, 4);
                 fresh = false;
                 int width = shared ? I.last.width : I.shape.width, odd = width % 64 == 0 ? lane / 4 & 1 : 0;
-                const u8* from = ring + p.offset + part * p.span * width * 16 + lane / 4 * width * 2 + lie.block * BLOCK * 2 + lane % 4 * 16;
+                const u8* from = ring + p.offset + part * p.span * width * 16 + lane / 4 * width * 2 + lie.first * 2 + lane % 4 * 16;
                 int to = part * p.span * lie.blocks + lie.block;
 #pragma unroll 1
-                for (int g = 0; g < p.span; ++g, from += width * 16, to += lie.blocks)
-                    group(to, from, lie.parts, odd);
+                for (int g = 0; g < p.span; ++g, from += width * 16, to += lie.blocks) {
+                    if (lie.parts == 8) group<8>(to, from, 8, odd);
+                    else if (lie.parts == 9) group<9>(to, from, 9, odd);
+                    else if (lie.parts == 10) group<10>(to, from, 10, odd);
+                    else if (lie.parts == 6) group<6>(to, from, 6, odd);
+                    else group<0>(to, from, lie.parts, odd);
+                }
                 if (lie.blocks > 1) asm volatile("bar.sync %0, %1;" ::"r"(3 + lie.team), "r"(lie.blocks * 32) : "memory");
                 else __syncwarp();
                 if (lie.block == 0 && lane == 0) {
@@ -268,7 +284,7 @@ struct Multiplier {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    soliton_sweep(const Instr* list, int count, const i64* live, int rows, u32* counter, float* carry, int* flags, i64* trace,
+    soliton_sweep(const Instr* list, int count, const i64* live, int rows, u32* counter, u64* carry, i64* trace,
                   int size) {
     extern __shared__ __align__(128) u8 memory[];
     Shared& S = *(Shared*)(memory + size);
@@ -283,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < QUEUE; ++i) mbar_init(&S.full[i], 1), mbar_init(&S.empty[i], TURNS);
         for (int i = 0; i < BUFFERS; ++i) mbar_init(&S.ready[i], TURNS);
         S.reduced = S.issued = S.ended = 0;
-        S.grid = {counter, carry, flags, trace};
+        S.grid = {counter, counter + 1, carry, trace};
         mbar_init(&S.tables, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -307,32 +323,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         asm volatile("griddepcontrol.wait;" ::: "memory");
+        i64 current = 0;
+        if (warp == 0 && lane < count && S.list[lane].kind == KDA) current = load_whole(S.list[lane].ids);
         if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
         if (rows > 0) {
             Multiplier m{S, memory, warp, lane, rows, 0, 0};
+            u32 epoch = *(volatile u32*)(counter + 1);
+            bool synced = false;
             if (threadIdx.x == 0) {
                 u32 seen;
                 asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
                 S.phase = seen >> 31;  // it stays until this block arrives
             }
-            if (warp == 0) {
-                const i64* at = lane < count && S.list[lane].kind == KDA ? S.list[lane].ids : nullptr;
-                if (at != nullptr) S.current = (int)load_whole(at);  // one for all layers
-            }
+            if (warp == 0 && lane < count && S.list[lane].kind == KDA) S.current = (int)current;  // one for all layers
             multipliers_sync();
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 const Instr& I = S.list[i];
+                synced = synced || I.sync;
                 if (warp == 0) MARK(trace, i, 0);
-                if (I.kind == ROUTE || I.kind == LOAD_ROUTE) {  // nothing has to be kept in registers meanwhile
-                    route(I, S, rows, i);
-                    m.forget();
+                if (I.kind == ROUTE || I.kind == LOAD_ROUTE) {
+                    route(I, S, rows, i, epoch + i);
                 } else if (I.kind == KDA) {
                     kda(I, S, rows, i);
-                    m.forget();
-                } else m.multiply(I, i);
+                    m.forget();  // nothing has to be kept in registers meanwhile
+                } else if (I.kind != PREFETCH) m.multiply(I, i);
                 if (warp == 0) MARK(trace, i, 5);
             }
+            // All blocks have read it: they were at a barrier since.
+            if (synced && blockIdx.x == 0 && threadIdx.x == 0) *(volatile u32*)(counter + 1) = epoch + LIST;
         }
     }
 }

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,12 +19,13 @@ from torch import Tensor
 from .chain import chained
 from .cuda import INTEGER, POINTER, Kernel
 
-PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA = range(6)
+PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA, PREFETCH = range(7)
 PLAIN, RMS, SCALED, KEEP = range(4)
-STORE, STORE_FLOAT, ADD, SWIGLU = range(4)
+STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED = range(5)
 WARPS, BLOCK, HEAD, LIST, GROUPS, TOPK = 8, 320, 128, 32, 6, 8
 SLAB = WARPS * BLOCK  # most columns of a term
 PIECE = 32 * 1024  # bytes that a piece should have
+FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after its own
 MARKS = 8
 _POINTERS = (
     "w", "x", "out", "norm", "gate", "w2", "x2", "ids", "weights", "bias", "logits", "stats", "g", "up_f", "up_g",
@@ -32,17 +33,36 @@ _POINTERS = (
 _COUNTS = (
     "kind", "prologue", "epilogue", "sync", "n", "k", "k2", "x_stride", "x2_stride", "out_stride", "gate_stride",
     "slot_stride", "experts", "topk", "groups", "top_groups", "renormalize", "start", "terms", "split",
-    "width", "blocks", "teams", "per", "last_width", "last_blocks", "last_teams", "last_per", "g_stride", "spare",
 )  # fmt: skip
-_FLOATS = ("eps", "scaling", "limit", "eps2")
+_FLOATS = ("eps", "scaling", "limit", "spare2")
+
+
+class _Shape(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int16) for name in ("width", "size")),
+        *((name, ctypes.c_uint8) for name in ("blocks", "teams", "per", "spare")),
+    ]
 
 
 class _Packed(ctypes.Structure):
-    _fields_ = [
+    _fields_: ClassVar = [
         *((name, ctypes.c_uint64) for name in _POINTERS),
         *((name, ctypes.c_int32) for name in _COUNTS),
+        ("shape", _Shape),
+        ("last", _Shape),
+        ("g_stride", ctypes.c_int32),
+        ("tagged", ctypes.c_int32),
         *((name, ctypes.c_float) for name in _FLOATS),
     ]
+
+
+def shape_of(width: int) -> tuple[int, int, int, int, int]:
+    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most) for terms so wide."""
+    blocks = -(-width // BLOCK)
+    teams = WARPS // blocks
+    blocks = min(WARPS // teams, -(-width // 32))  # the warps that a team can have: shorter blocks are sooner done
+    size = -(-width // (32 * blocks)) * 32
+    return width, size, -(-width // size), teams, max(1, min(teams, PIECE // (16 * width)))
 
 
 @dataclass(kw_only=True)
@@ -78,12 +98,9 @@ class Instruction:
         values: dict[str, Any] = {"kind": self.kind, "sync": int(self.sync), "start": start, "terms": 1}
         for name, value in self.fields.items():
             values[name] = value.data_ptr() if isinstance(value, Tensor) else value
-        for prefix, width in zip(("", "last_"), self.widths(), strict=True):
+        for name, width in zip(("shape", "last"), self.widths(), strict=True):
             if width:
-                blocks = -(-width // BLOCK)
-                teams = WARPS // blocks
-                shape = (width, blocks, teams, max(1, min(teams, PIECE // (16 * width))))
-                values |= {prefix + name: v for name, v in zip(("width", "blocks", "teams", "per"), shape, strict=True)}
+                values[name] = _Shape(*shape_of(width))
         if self.kind == PRODUCT:
             values["terms"] = -(-self.fields["k"] // SLAB)
         if self.kind == DOWN or values["terms"] > 1:
@@ -100,8 +117,10 @@ class Sweep:
     rows: int
     live: Tensor | None
     instructions: list[Instruction] = field(default_factory=list)
+    ahead: Sweep | None = None  # the launch after this one in the step, with others between
     trace: Tensor | None = None  # int64 [processors, LIST, MARKS], see benchmarks/sweep_trace.py
     _table: Tensor | None = None
+    _count: int = 0
 
     def add(self, new: Instruction) -> None:
         """Append, with a barrier where the list since the last one conflicts with it."""
@@ -112,6 +131,8 @@ class Sweep:
                 break
         wrote = [t for old in since for t in old.writes]
         read = [t for old in since for t in old.reads]
+        if new.fields.get("tagged"):  # each word that the product before it writes says itself that it is there
+            wrote = [t for old in since[1:] for t in old.writes]
         new.sync = hazard = _touch(new.reads, wrote) or _touch(new.writes, wrote) or _touch(new.writes, read)
         if since and new.kind == KDA:
             new.sync = True  # its sums lie where those of products do
@@ -119,7 +140,7 @@ class Sweep:
             new.sync = True  # the squares of one norm at a time
         if new.spans and any(old.spans for old in since):
             new.sync = True  # one sum at a time is on its way between two blocks
-        last = self.instructions[-1] if self.instructions else None
+        last = next((old for old in reversed(self.instructions) if old.kind not in (ROUTE, LOAD_ROUTE)), None)
         if (
             last is not None
             and new.input is not None
@@ -133,13 +154,35 @@ class Sweep:
     def prepare(self) -> None:
         """Put the list into device memory."""
         device = self.instructions[0].reads[0].device
-        grid, start, parts = _processors(device), 0, []
-        for item in self.instructions:
-            parts.append(item.packed(start, grid))
-            if item.kind == PRODUCT:  # the next one begins where this one's last share ended
-                start = (start - item.fields["n"] // 8) % grid
+        signed = any("tagged" in item.fields for item in self.instructions)
+        assert not signed or any(item.sync for item in self.instructions), "signs are of a launch with a barrier"
+        grid = _processors(device)
+        parts = [item.packed(start, grid) for item, start in self._starts(grid)]
+        if self.ahead is not None and len(parts) < LIST:
+            parts += self.ahead.foreseen(grid)[: LIST - len(parts)]
+        self._count = len(parts)
         raw = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self._table = raw.to(device)
+
+    def _starts(self, grid: int) -> Iterator[tuple[Instruction, int]]:
+        """Each instruction and the block with its first share."""
+        start = 0
+        for item in self.instructions:
+            yield item, start
+            if item.kind == PRODUCT:  # the next one begins where this one's last share ended
+                start = (start - item.fields["n"] // 8) % grid
+
+    def foreseen(self, grid: int) -> list[bytes]:
+        """What the launch before this one brings into L2: the first weights of each block."""
+        found, room = [], FORESEEN
+        for item, start in self._starts(grid):
+            if item.kind != PRODUCT or room <= 0:
+                break
+            f = item.fields
+            wanted = {"w": f["w"], "n": f["n"], "k": f["k"], "experts": room}
+            found.append(Instruction(kind=PREFETCH, fields=wanted, reads=[], writes=[]).packed(start, grid))
+            room -= f["n"] * f["k"] * 2 // grid
+        return found
 
     def __call__(self) -> None:
         if self._table is None:
@@ -148,15 +191,14 @@ class Sweep:
         assert table is not None
         device = table.device
         halves = halves_of(self.rows)
-        kernel, (counter, carry, flags) = _kernel(device, halves, self.trace is not None), _common(device)
+        kernel, (counter, carry) = _kernel(device, halves, self.trace is not None), _common(device)
         args = (
             (table.data_ptr(), POINTER),
-            (len(self.instructions), INTEGER),
+            (self._count, INTEGER),
             (self.live.data_ptr() if self.live is not None else 0, POINTER),
             (self.rows, INTEGER),
             (counter.data_ptr(), POINTER),
             (carry.data_ptr(), POINTER),
-            (flags.data_ptr(), POINTER),
             (0 if self.trace is None else self.trace.data_ptr(), POINTER),
             ((SHARED - _beside(halves)) // 128 * 128, INTEGER),
         )
@@ -183,11 +225,10 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _common(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The barrier's counter, and sums on their way from one block to the next with their flags."""
-    grid = _processors(device)
-    carry = torch.zeros(grid, 32, 8, dtype=torch.float32, device=device)
-    return torch.zeros(1, dtype=torch.int32, device=device), carry, torch.zeros(grid, dtype=torch.int32, device=device)
+def _common(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The barrier's counter and the launches' epoch, and room for sums on their way from one block to the next."""
+    carry = torch.zeros(_processors(device), 32, 8, dtype=torch.int64, device=device)
+    return torch.zeros(2, dtype=torch.int32, device=device), carry
 
 
 SHARED = 227 * 1024  # most shared memory of a block
@@ -210,7 +251,7 @@ def _beside(halves: int) -> int:
     buffers = {1: 4, 2: 3, 4: 2}[halves]
     sums = buffers * WARPS * rows * 32 + GROUPS * rows * 32 + (WARPS + 1) * rows * 4
     delta = 8 * (3 * HEAD + 2 * 32 + 2) * 4
-    return sums + delta + rows * TOPK * (8 + 2 + rows) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024
+    return sums + delta + rows * TOPK * (8 + 2 + 2 * rows + 1) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024
 
 
 @functools.cache

@@ -20,14 +20,15 @@ constexpr int GROUPS = 6;       // most groups that one block sums over several 
 constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 32;
 constexpr int TILE = 32, TAPS = 4, CHUNK = 8, DELTA_WARPS = WARPS;  // of a recurrence: values of an item, rows at once
 
-enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA };
+enum Kind { PRODUCT, ROUTE, LOAD_ROUTE, UP, DOWN, KDA, PREFETCH };
 enum Prologue { PLAIN, RMS, SCALED, KEEP };
-enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU };
+enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED };
 
-// How a term of `width` columns lies among the warps: blocks of 320 columns, teams of so many warps, and at most `per`
+// How a term of `width` columns lies among the warps: blocks of `size` columns, teams of so many warps, and at most `per`
 // groups of 8 weight rows in a piece, no more than teams. Reckoned by the host: divisions are slow.
 struct Shape {
-    int width, blocks, teams, per;
+    short width, size;
+    u8 blocks, teams, per, spare;
 };
 
 struct Instr {
@@ -41,7 +42,7 @@ struct Instr {
     i64* ids;        // [rows, topk]
     float* weights;  // [rows, topk]
     const float* bias;
-    const float* logits;  // ROUTE: [rows, x_stride]
+    const float* logits;  // ROUTE: [rows, x_stride]; tagged: words of a float and its launch's sign, as STORE_TAGGED leaves them
     float* stats;         // SCALED: sums of squares [rows, K / 128, 4]
     const u16* g;
     const u16* up_f;
@@ -50,8 +51,8 @@ struct Instr {
     int n, k, k2, x_stride, x2_stride, out_stride, gate_stride, slot_stride;
     int experts, topk, groups, top_groups, renormalize, start, terms, split;
     Shape shape, last;  // of every term, of the last one
-    int g_stride, spare;
-    float eps, scaling, limit, eps2;
+    int g_stride, tagged;
+    float eps, scaling, limit, spare2;
     // KDA reads them otherwise: x projections, gate forget rows, g output gates, x2 beta rows, w2 window (written too,
     // x2_stride a row), w convolution (float), norm a, bias dt_bias, weights states (written too, slot_stride a slot), ids
     // committed slot, logits the output norm [128], stats as SCALED reads them; up_f, up_g: weights [n * 128, 128] that make
@@ -67,9 +68,8 @@ struct Delta {  // rows of a chunk of one KDA item
 
 // All that the blocks have in common outside the list.
 struct Grid {
-    u32* counter;
-    float* carry;  // [blocks, ROWS, 8]: a group's sum so far, for the block that goes on with it
-    int* flags;    // [blocks]: whether it is there
+    u32 *counter, *epoch;  // epoch: grows by LIST with every launch
+    u64* carry;  // [blocks, ROWS, 8]: a group's sum so far, for the block that goes on with it; upper word 1 if it is there
     i64* trace;
 };
 
@@ -106,6 +106,7 @@ struct Shared {
     u32 bits[32];
     u16 expert[CHOSEN];
     u8 slot[CHOSEN][ROWS];  // of an expert in a row's choice; 255: not chosen
+    u8 who[CHOSEN][ROWS], many[CHOSEN];  // the rows that chose an expert, ascending, and how many; with several rows
     int chosen;
     volatile int issued, ended;  // pieces that are in the queue, instructions whose pieces all are
     volatile int reduced;        // pieces whose partial sums have been read
@@ -187,13 +188,32 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64
             to), "l"(from), "r"(bytes), "r"(smem(bar)), "l"(0x12F0000000000000ull)  // evict first: read once a step
         : "memory");
 }
-__device__ __forceinline__ void release(int* flag, int value) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+__device__ __forceinline__ u64 relaxed(const u64* from) {
+    u64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+    return word;
 }
-__device__ __forceinline__ int acquire(const int* flag) {
-    int seen;
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-    return seen;
+__device__ __forceinline__ void relaxed(u64* to, u64 word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
+}
+// Two neighbours += two values in bf16, rounded once, without waiting for what was there.
+__device__ __forceinline__ void add(u16* to, u32 values) {
+    asm volatile("red.relaxed.gpu.global.add.noftz.bf16x2 [%0], %1;" ::"l"(to), "r"(values) : "memory");
+}
+// Weights of a later launch on their way into L2.
+__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// A float on its way to another block, in one word with the sign that it is there: no fence, no second round trip.
+__device__ __forceinline__ void hand(u64* to, float value) {
+    relaxed(to, 1ull << 32 | __float_as_uint(value));
+}
+__device__ __forceinline__ float adopt(u64* from) {  // and make room for the next; a barrier lies between
+    u64 word;
+    do word = relaxed(from);
+    while (word >> 32 == 0);
+    relaxed(from, 0);
+    return __uint_as_float((u32)word);
 }
 // Whether a word of shared memory that one warp counts up has passed `count`.
 __device__ __forceinline__ void passed(const volatile int& word, int count) {

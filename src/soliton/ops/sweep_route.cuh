@@ -3,10 +3,23 @@
 // A row's choice by one warp. Lane l owns experts l * PER .. + PER - 1; the lanes of a group are neighbours. Ties go to
 // the lower index.
 template <int PER>
-__device__ __forceinline__ void choose(const Instr& I, Shared& S, int row, int lane, const float (&bias)[PER]) {
+__device__ __forceinline__ void choose(const Instr& I, Shared& S, int row, int lane, const float (&bias)[PER], u32 sign) {
     const float lowest = __uint_as_float(0xff800000u);
     int first = lane * PER;
     float score[PER], choice[PER];
+    if (I.tagged) {  // no barrier is waited for: each one comes with the sign that it is of this launch
+        const u64* from = (const u64*)I.logits + (i64)row * I.x_stride + first;
+        bool all;
+        do {
+            u64 word[PER];
+#pragma unroll
+            for (int i = 0; i < PER; ++i) word[i] = first + i < I.experts ? relaxed(from + i) : (u64)sign << 32;
+            all = true;
+#pragma unroll
+            for (int i = 0; i < PER; ++i) all = all && (u32)(word[i] >> 32) == sign, score[i] = __uint_as_float((u32)word[i]);
+        } while (!all);
+        __syncwarp();
+    } else
 #pragma unroll
     for (int i = 0; i < PER; i += 4) {  // rows of logits are padded to whole eights
         float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -75,17 +88,17 @@ __device__ __forceinline__ void choose(const Instr& I, Shared& S, int row, int l
 }
 
 template <int PER>
-__device__ __forceinline__ void choose_all(const Instr& I, Shared& S, int rows, int warp, int lane) {
+__device__ __forceinline__ void choose_all(const Instr& I, Shared& S, int rows, int warp, int lane, u32 sign) {
     float bias[PER];
 #pragma unroll
     for (int i = 0; i < PER; ++i)
         bias[i] = lane * PER + i < I.experts ? __ldg(I.bias + lane * PER + i) : __uint_as_float(0xff800000u);
     if (I.sync) grid_wait(S);
-    for (int row = warp; row < rows; row += WARPS) choose<PER>(I, S, row, lane, bias);
+    for (int row = warp; row < rows; row += WARPS) choose<PER>(I, S, row, lane, bias, sign);
 }
 
 // Fills the tables: the rows' choices, the distinct experts in ascending order, and each one's slot in each row.
-__device__ __forceinline__ void route(const Instr& I, Shared& S, int rows, int number) {
+__device__ __forceinline__ void route(const Instr& I, Shared& S, int rows, int number, u32 sign) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (I.sync) grid_arrive(S, number);
     for (int i = threadIdx.x; i < CHOSEN * ROWS / 4; i += MULTIPLIERS) ((u32*)S.slot)[i] = 0xffffffffu;
@@ -96,10 +109,24 @@ __device__ __forceinline__ void route(const Instr& I, Shared& S, int rows, int n
                 S.id[row][lane] = (int)load_whole(I.ids + row * I.topk + lane);
                 S.weight[row][lane] = load_float(I.weights + row * I.topk + lane);
             }
-    } else if (I.experts <= 128) choose_all<4>(I, S, rows, warp, lane);
-    else if (I.experts <= 256) choose_all<8>(I, S, rows, warp, lane);
-    else choose_all<16>(I, S, rows, warp, lane);
+    } else if (I.experts <= 128) choose_all<4>(I, S, rows, warp, lane, sign);
+    else if (I.experts <= 256) choose_all<8>(I, S, rows, warp, lane, sign);
+    else choose_all<16>(I, S, rows, warp, lane, sign);
     if (warp == 0) MARK(S.grid.trace, number, 4);
+    if (rows == 1) {  // a row's experts are distinct: each one's place is how many are before it
+        if (warp == 0) {
+            __syncwarp();
+            int mine = lane < I.topk ? S.id[0][lane] : 0xffff, place = 0;
+#pragma unroll
+            for (int s = 0; s < TOPK; ++s) place += __shfl_sync(0xffffffffu, mine, s) < mine;
+            if (lane < I.topk) S.expert[place] = (u16)mine, S.slot[place][0] = (u8)lane;
+            if (lane == 0) S.chosen = I.topk;
+            __syncwarp();
+            if (lane == 0) mbar_arrive(&S.tables, 1);
+        }
+        both_sync();
+        return;
+    }
     multipliers_sync();
     if (warp == 0) {
         int pairs = rows * TOPK;
@@ -131,6 +158,14 @@ __device__ __forceinline__ void route(const Instr& I, Shared& S, int rows, int n
             u32 lower_ones = __shfl_sync(0xffffffffu, mine, expert / 32) & ((1u << (expert % 32)) - 1);
             if (there) S.slot[rank + __popc(lower_ones)][row] = (u8)slot;
         }
+    }
+    multipliers_sync();
+    for (int u = threadIdx.x; u < S.chosen; u += MULTIPLIERS) {
+        int many = 0;
+#pragma unroll 1
+        for (int row = 0; row < rows; ++row)
+            if (S.slot[u][row] != 255) S.who[u][many++] = (u8)row;
+        S.many[u] = (u8)many;
     }
     both_sync();  // the reducer reads the tables too
 }

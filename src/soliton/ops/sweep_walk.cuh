@@ -196,7 +196,23 @@ struct Copier {
         if (row == width) {  // large copies stream faster
             if (lane == 0) copy_in(to, w, rows * bytes, &S.full[at]);
         } else
+#pragma unroll 1
             for (u32 r = lane; r < rows; r += 32) copy_in(to + r * bytes, w + (i64)r * row, bytes, &S.full[at]);
+    }
+
+    // What this block will take first of a product of the launch after this one, while what lies between leaves the memory
+    // idle: at most `experts` bytes of its share.
+    __device__ __forceinline__ void foresee(const Instr& I) {
+        look();
+        if (frozen) return;
+        if (pieces > 0) mbar_wait(&S.empty[(pieces - 1) % QUEUE], (pieces - 1) / QUEUE & 1);
+        Share own(I, S);
+        const u8* from = (const u8*)(I.w + (i64)own.begin * 8 * I.k);
+        i64 bytes = min((i64)(own.end - own.begin) * 16 * I.k, (i64)I.experts);
+        constexpr int CHUNK_BYTES = 8192;
+#pragma unroll 1
+        for (i64 at = (i64)lane * CHUNK_BYTES; at < bytes; at += 32 * CHUNK_BYTES)
+            prefetch(from + at, (u32)min((i64)CHUNK_BYTES, bytes - at));
     }
 
     __device__ void run(int count) {
@@ -204,6 +220,7 @@ struct Copier {
         for (int i = 0; i < count && !frozen; ++i) {
             const Instr& I = S.list[i];
             if (I.kind == ROUTE || I.kind == LOAD_ROUTE) waiting = true;
+            else if (I.kind == PREFETCH) foresee(I);
             else if (I.kind != KDA) {
                 if (waiting && I.kind != PRODUCT) {
                     look();
@@ -276,27 +293,25 @@ struct Reducer {
         return sum;
     }
 
-    __device__ __forceinline__ bool piece(const Instr& I, int place) {
+    __device__ __forceinline__ bool piece(const Instr& I, int place, u32 sign) {
         mbar_wait(&S.ready[at], parity);
         const Piece p = S.queue[taken % QUEUE];
         bool normed = I.prologue == RMS || I.prologue == KEEP, last = p.flags & LAST, several = p.flags & SEVERAL;
         bool adopts = p.flags & ADOPTS;
         if (normed && stale) scales(I);
-        if (adopts) {
-            if (lane == 0)
-                while (acquire(S.grid.flags + place - 1) == 0) {}
-            __syncwarp();
-        }
         int blocks = last ? I.last.blocks : I.shape.blocks, groups = several ? p.span : p.parts;
-        int total = groups * rows, column = lane & 7;
-        int group = 0, row = lane >> 3;  // of this lane's sum
-        for (int base = 0; base < total; base += 4, row += 4) {
-            while (row >= rows) row -= rows, ++group;
+        // In the midst of the experts' terms only the rows that chose this one have something to add.
+        bool few = I.kind == DOWN && rows > 1 && p.parts == 1 && p.term > 0 && p.term < S.chosen && !last && !(p.flags & (ADOPTS | HANDS));
+        int per = few ? S.many[p.term] : rows, total = groups * per, column = lane & 7;
+        int group = 0, place_of = lane >> 3;  // of this lane's sum
+        for (int base = 0; base < total; base += 4, place_of += 4) {
+            while (place_of >= per) place_of -= per, ++group;
+            int row = few ? S.who[p.term][place_of] : place_of;
             bool there = group < groups;
             float sum = 0.f;
             if (several) {
                 float* kept = &S.total[p.kept + (there ? group : 0)][row][column];
-                if (adopts && there) sum = load_float(S.grid.carry + ((i64)(place - 1) * ROWS + row) * 8 + column);
+                if (adopts && there) sum = adopt(S.grid.carry + ((i64)(place - 1) * ROWS + row) * 8 + column);
                 else if (p.term) sum = *kept;
 #pragma unroll 1
                 for (int q = 0; q < p.parts; ++q) {
@@ -309,7 +324,7 @@ struct Reducer {
                 }
                 if (!last) {
                     if (!there) continue;
-                    if ((p.flags & HANDS) && group + 1 == groups) S.grid.carry[((i64)place * ROWS + row) * 8 + column] = sum;
+                    if ((p.flags & HANDS) && group + 1 == groups) hand(S.grid.carry + ((i64)place * ROWS + row) * 8 + column, sum);
                     else *kept = sum;
                     continue;
                 }
@@ -325,24 +340,24 @@ struct Reducer {
                 continue;
             }
             i64 to = (i64)row * I.out_stride + n;
-            if (there) {
+            if (I.epilogue == ADD) {
+                float next = __shfl_down_sync(0xffffffffu, sum, 1);
+                if (there && column % 2 == 0) add((u16*)I.out + to, pair(sum, next));
+            } else if (there) {
                 if (I.epilogue == STORE_FLOAT) ((float*)I.out)[to] = sum;
-                else if (I.epilogue == STORE) ((u16*)I.out)[to] = half(sum);
-                else ((u16*)I.out)[to] = half(wide(load_half((u16*)I.out + to)) + wide(half(sum)));
+                else if (I.epilogue == STORE_TAGGED) relaxed((u64*)I.out + to, (u64)sign << 32 | __float_as_uint(sum));
+                else ((u16*)I.out)[to] = half(sum);
             }
         }
         __syncwarp();
         ++taken;
-        if (lane == 0) {
-            S.reduced = taken;
-            if (adopts) asm volatile("st.relaxed.gpu.global.s32 [%0], 0;" ::"l"(S.grid.flags + place - 1) : "memory");
-            if (p.flags & HANDS) release(S.grid.flags + place, 1);
-        }
+        if (lane == 0) S.reduced = taken;
         if (++at == BUFFERS) at = 0, parity ^= 1;
         return !(p.flags & FINAL);
     }
 
     __device__ void run(int count) {
+        u32 epoch = *(const volatile u32*)S.grid.epoch;
         for (int i = 0; i < count; ++i) {
             const Instr& I = S.list[i];
             if (I.sync) both_sync();
@@ -350,11 +365,11 @@ struct Reducer {
                 both_sync();  // the tables are there
                 continue;
             }
-            if (I.kind == KDA) continue;
+            if (I.kind == KDA || I.kind == PREFETCH) continue;
             if (I.prologue == RMS) stale = true;
             Share own(I, S);
             if (own.begin < own.end)
-                while (piece(I, own.place)) {}
+                while (piece(I, own.place, epoch + i + 1)) {}
         }
     }
 };
