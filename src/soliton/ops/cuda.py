@@ -70,9 +70,9 @@ class Kernel:
 
 def whole(source: str) -> bytes:
     """A source file beside this module with what it includes in place, so that one text makes one kernel."""
-    here = Path(__file__).parent
-    put = lambda found: (here / found[1].decode()).read_bytes()  # noqa: E731
-    return re.sub(rb'^#include "([\w.]+)"$', put, (here / source).read_bytes(), flags=re.MULTILINE)
+    text = (Path(__file__).parent / source).read_bytes()
+    put = lambda found: whole(found[1].decode())  # noqa: E731
+    return re.sub(rb'^#include "([\w.]+)"$', put, text, flags=re.MULTILINE)
 
 
 @functools.cache

@@ -111,7 +111,7 @@ struct Multiplier {
                     u32& v = raw.x[h][j][i];
                     sums[h] += lower(v) * lower(v);
                     sums[h] += upper(v) * upper(v);
-                    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(v) : "r"(w[i]));
+                    times(v, w[i]);
                 }
         }
 #pragma unroll
@@ -270,7 +270,7 @@ struct Multiplier {
                     else if (lie.parts == 6) group<6>(to, from, 6, odd);
                     else group<0>(to, from, lie.parts, odd);
                 }
-                if (lie.blocks > 1) asm volatile("bar.sync %0, %1;" ::"r"(3 + lie.team), "r"(lie.blocks * 32) : "memory");
+                if (lie.blocks > 1) meet(3 + lie.team, lie.blocks * 32);
                 else __syncwarp();
                 if (lie.block == 0 && lane == 0) {
                     mbar_arrive(&S.empty[piece % QUEUE], p.share);
@@ -286,12 +286,14 @@ struct Multiplier {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     soliton_sweep(const Instr* list, int count, const i64* live, int rows, u32* counter, u64* carry, i64* trace,
                   int size) {
+#if SOLITON_EMULATED
+    u8* memory = block_memory();
+#else
     extern __shared__ __align__(128) u8 memory[];
+#endif
     Shared& S = *(Shared*)(memory + size);
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u32 have;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(have));
-    if (have < size + sizeof(Shared)) __trap();
+    if (dynamic_shared() < size + sizeof(Shared)) __trap();
     for (int i = threadIdx.x; i < count * (int)(sizeof(Instr) / 16); i += blockDim.x)
         ((uint4*)S.list)[i] = __ldg((const uint4*)list + i);
     if (threadIdx.x == 0) {
@@ -301,19 +303,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         S.reduced = S.issued = S.ended = 0;
         S.grid = {counter, counter + 1, carry, trace};
         mbar_init(&S.tables, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barriers_made();
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    launch_next();
     // A multiplier holds its block of activations: the registers that the other roles do not need are theirs.
     if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+        few_registers();
         if (warp == WARPS + 1) {
             Copier copier{S, memory, live, trace, size, lane, 0, 0, 0, 0, false, false};
             copier.run(count);
         } else if (warp == WARPS) {
-            asm volatile("griddepcontrol.wait;" ::: "memory");
+            wait_for_previous();
             if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
             if (rows > 0) {
                 Reducer reducer{S, lane, rows, 0, 0, 0, false};
@@ -321,8 +322,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        many_registers();
+        wait_for_previous();
         i64 current = 0;
         if (warp == 0 && lane < count && S.list[lane].kind == KDA) current = load_whole(S.list[lane].ids);
         if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
@@ -331,9 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             u32 epoch = *(volatile u32*)(counter + 1);
             bool synced = false;
             if (threadIdx.x == 0) {
-                u32 seen;
-                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-                S.phase = seen >> 31;  // it stays until this block arrives
+                S.phase = relaxed(counter) >> 31;  // it stays until this block arrives
             }
             if (warp == 0 && lane < count && S.list[lane].kind == KDA) S.current = (int)current;  // one for all layers
             multipliers_sync();

@@ -1,11 +1,16 @@
-// Words of the persistent kernel in sweep.cu: the instruction, what a block shares, and the instructions of the chip
-// that CUDA C++ has no name for.
+// Words of the persistent kernel in sweep.cu: the instruction, what a block shares, the grid's barrier.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
+
+#if SOLITON_EMULATED
+#include <chip.h>
+#else
+#include "sweep_chip.cuh"
+#endif
 
 constexpr int HALVES = SOLITON_HALVES;  // most rows over 8
 constexpr int ROWS = HALVES * 8, TILES = (HALVES + 1) / 2;
@@ -122,114 +127,30 @@ constexpr int MARKS = 8;
 #define MARK(trace, i, n)
 #endif
 
-__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ int min_(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ float lower(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float upper(u32 v) { return __uint_as_float(v & 0xffff0000u); }
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
 __device__ __forceinline__ u16 half(float v) { return (u16)(pair(v, 0.f) & 0xffff); }
 __device__ __forceinline__ float wide(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float sigmoid(float v) { return __fdividef(1.0f, 1.0f + __expf(-v)); }
 
-// Activations are written by other multiprocessors during the kernel: read them where those writes arrive, in L2.
-__device__ __forceinline__ void load16(u32* to, const void* from) {
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "l"(from) : "memory");
-}
-__device__ __forceinline__ float4 load_floats(const float* from) {
-    float4 v;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint2 load8(const u16* from) {
-    uint2 v;
-    asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ float load_float(const float* from) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ u16 load_half(const u16* from) {
-    u16 v;
-    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ i64 load_whole(const i64* from) {
-    i64 v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void mbar_init(u64* bar, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem(bar)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void mbar_arrive(u64* bar, u32 count) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void mbar_expect(u64* bar, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(bar)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void mbar_wait(u64* bar, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n@!done bra again;\n}" ::"r"(smem(bar)), "r"(parity)
-        : "memory");
-}
-__device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64* bar) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            to), "l"(from), "r"(bytes), "r"(smem(bar)), "l"(0x12F0000000000000ull)  // evict first: read once a step
-        : "memory");
-}
-__device__ __forceinline__ u64 relaxed(const u64* from) {
-    u64 word;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
-}
-__device__ __forceinline__ void relaxed(u64* to, u64 word) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
-}
-// Two neighbours += two values in bf16, rounded once, without waiting for what was there.
-__device__ __forceinline__ void add(u16* to, u32 values) {
-    asm volatile("red.relaxed.gpu.global.add.noftz.bf16x2 [%0], %1;" ::"l"(to), "r"(values) : "memory");
-}
-// Weights of a later launch on their way into L2.
-__device__ __forceinline__ void prefetch(const void* from, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 // A float on its way to another block, in one word with the sign that it is there: no fence, no second round trip.
 __device__ __forceinline__ void hand(u64* to, float value) {
     relaxed(to, 1ull << 32 | __float_as_uint(value));
 }
 __device__ __forceinline__ float adopt(u64* from) {  // and make room for the next; a barrier lies between
     u64 word;
-    do word = relaxed(from);
-    while (word >> 32 == 0);
+    while ((word = relaxed(from)) >> 32 == 0) spin();
     relaxed(from, 0);
     return __uint_as_float((u32)word);
 }
 // Whether a word of shared memory that one warp counts up has passed `count`.
 __device__ __forceinline__ void passed(const volatile int& word, int count) {
-    while (word <= count) {}
-    asm volatile("" ::: "memory");
+    while (word <= count) spin();
 }
 // Named barriers: 1 the multipliers, 2 with the reducer, 3 to 10 teams of multipliers.
-__device__ __forceinline__ void multipliers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(MULTIPLIERS) : "memory"); }
-__device__ __forceinline__ void both_sync() { asm volatile("bar.sync 2, %0;" ::"n"(MULTIPLIERS + 32) : "memory"); }
-__device__ __forceinline__ void product(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
+__device__ __forceinline__ void multipliers_sync() { meet(1, MULTIPLIERS); }
+__device__ __forceinline__ void both_sync() { meet(2, MULTIPLIERS + 32); }
 // The grid's barrier, by the multipliers: first all that this block wrote before is out, later all that others wrote is
 // there. Between them belongs whatever does not depend on the others. The counter's upper bit turns when all blocks are
 // there: one of them adds what the others lack.
@@ -238,15 +159,12 @@ __device__ __forceinline__ void grid_arrive(Shared& S, int i) {
     if (threadIdx.x < 32) MARK(S.grid.trace, i, 1);
     if (threadIdx.x == 0) {
         u32 part = blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1;
-        asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(S.grid.counter), "r"(part) : "memory");
+        count_up(S.grid.counter, part);
     }
 }
 __device__ __forceinline__ void grid_wait(Shared& S) {
     if (threadIdx.x == 0) {
-        u32 seen;
-        do {
-            asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(S.grid.counter) : "memory");
-        } while (seen >> 31 == S.phase);
+        while (acquire(S.grid.counter) >> 31 == S.phase) spin();
         S.phase ^= 1;
     }
     multipliers_sync();

@@ -17,6 +17,7 @@ __device__ __forceinline__ void choose(const Instr& I, Shared& S, int row, int l
             all = true;
 #pragma unroll
             for (int i = 0; i < PER; ++i) all = all && (u32)(word[i] >> 32) == sign, score[i] = __uint_as_float((u32)word[i]);
+            if (!all) spin();
         } while (!all);
         __syncwarp();
     } else

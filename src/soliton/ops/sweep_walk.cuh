@@ -138,7 +138,7 @@ struct Copier {
 
     __device__ void look() {  // whether the step is frozen, as soon as what came before has finished
         if (known) return;
-        asm volatile("griddepcontrol.wait;" ::: "memory");
+        wait_for_previous();
         known = true;
         frozen = live != nullptr && load_whole(live) <= 0;
     }

@@ -1,0 +1,239 @@
+"""sweep.cu on a CPU: compiled by the machine's C++ compiler, its threads as fibers in a random order, its copies
+landing late (see grid/chip.h). Kernels against references, bits that depend on the row alone, and no dead end."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from soliton.ops import instructions, kda, moe, router, sweep
+from soliton.ops.weight import Weight
+
+HERE = Path(__file__).parent / "grid"
+BF16 = torch.bfloat16
+GRIDS = (3, 5)
+
+
+@cache
+def library(halves: int) -> Any:
+    """The kernel for up to ``halves`` * 8 rows."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++: sweep.cu is not emulated")
+    made = Path(directory()) / f"sweep{halves}.so"
+    constants = [f"-D{name}={value}" for name, value in sweep.defines(halves).items()]
+    options = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *constants]
+    include = ["-I", str(HERE), "-I", str(Path(sweep.__file__).parent)]
+    command = ["g++", *options, "-DSOLITON_EMULATED=1", *include, "-o", made, HERE / "sweep.cpp"]
+    subprocess.run(command, check=True, timeout=200)
+    return ctypes.CDLL(str(made))
+
+
+@cache
+def directory() -> str:
+    import tempfile
+
+    return tempfile.mkdtemp()
+
+
+def launch(
+    rows: int, live: int | None, *items: sweep.Instruction, grid: int = 5, seed: int = 0, times: int = 1
+) -> None:
+    made = sweep.Sweep(rows, None)
+    for item in items:
+        made.add(item)
+    table = b"".join(item.packed(start, grid) for item, start in made._starts(grid))
+    counter, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(grid, 32, 8, dtype=torch.int64)
+    alive = None if live is None else torch.tensor([live])
+    halves = sweep.halves_of(rows)
+    size = (sweep.SHARED - sweep._beside(halves)) // 128 * 128
+    for turn in range(times):
+        given = (
+            ctypes.c_char_p(table),
+            len(made.instructions),
+            ctypes.c_void_p(alive.data_ptr() if alive is not None else 0),
+        )
+        places = (ctypes.c_void_p(counter.data_ptr()), ctypes.c_void_p(carry.data_ptr()))
+        ended = library(halves).run(given[0], given[1], given[2], rows, *places, size, grid, seed + turn)
+        assert ended == 0, "nobody can go on"
+    assert int(carry.abs().max()) == 0, "every sum was taken over"
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def weight(outputs: int, inputs: int, seed: int = 1, paired: bool = False) -> Weight:
+    full = rand(outputs, inputs, seed=seed, scale=inputs**-0.5)
+    if paired:
+        full = torch.stack([full[: outputs // 2], full[outputs // 2 :]], dim=1).reshape(outputs, inputs)
+    return Weight(data=full.contiguous().t(), inputs=inputs, outputs=outputs, paired=paired)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def rows_agree(make: Callable[[int, int], Tensor], rows: tuple[int, ...] = (1, 3, 9)) -> Tensor:
+    """make(rows, grid): equal bits for every number of rows and every grid."""
+    full = make(max(rows), GRIDS[0])
+    assert not full.isnan().any()
+    for count in rows:
+        for grid in GRIDS:
+            assert torch.equal(make(count, grid), full[:count]), f"{count} rows on {grid} blocks have other bits"
+    return full
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (72, 96), (256, 128), (64, 320), (40, 992), (104, 2304)])
+def test_product(outputs: int, inputs: int) -> None:
+    x, w = rand(9, inputs), weight(outputs, inputs)
+
+    def make(rows: int, grid: int) -> Tensor:
+        out = poisoned(rows, outputs)
+        launch(rows, None, instructions.product(out, x[:rows], w), grid=grid, seed=rows)
+        return out
+
+    assert error(rows_agree(make), x.double() @ w.data.double()) < 3e-3
+    out = poisoned(9, outputs, dtype=torch.float32)
+    launch(9, 4, instructions.product(out, x, w))
+    assert error(out[:4], x[:4].double() @ w.data.double()) < 1e-5 and bool(out[4:].isnan().all())
+    launch(9, 0, instructions.product(out, x, w))
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 2592), (64, 5120), (56, 6400)])
+def test_sums_over_several_terms(outputs: int, inputs: int) -> None:
+    x, w, before = rand(9, inputs), weight(outputs, inputs), rand(9, outputs, seed=5)
+
+    def make(rows: int, grid: int) -> Tensor:
+        out = before[:rows].clone()
+        items = [instructions.product(out, x[:rows], w, add=True)]
+        again = poisoned(rows, outputs)
+        launch(rows, None, *items, instructions.product(again, x[:rows], w), grid=grid, seed=rows, times=1)
+        assert error(again, x[:rows].double() @ w.data.double()) < 3e-3
+        return out
+
+    delta = (x.double() @ w.data.double()).to(BF16).double()
+    assert error(rows_agree(make), before.double() + delta) < 4e-3
+
+
+EXPERTS = [(16, 4, 4, 2, 64, 32, 96), (32, 8, 1, 1, 96, 64, 64), (24, 8, 1, 1, 64, 64, 32)]
+
+
+@pytest.mark.parametrize("sizes", EXPERTS, ids=str)
+@pytest.mark.parametrize("signed", [False, True])
+def test_experts(sizes: tuple[int, ...], signed: bool) -> None:
+    experts, k, groups, kept, hidden, width, inner = sizes
+    x, router_w, bias = rand(9, hidden), weight(experts, hidden), rand(experts, seed=9, scale=0.2, dtype=torch.float32)
+    up, down = (
+        rand(experts, 2 * width, hidden, seed=6, scale=hidden**-0.5),
+        rand(experts, hidden, width, seed=7, scale=0.2),
+    )
+    shared_up, shared_down = weight(2 * inner, hidden, seed=8, paired=True), weight(hidden, inner, seed=10)
+    norms: dict[str, Any] = {"norm": (rand(hidden, seed=4).float(), 1e-6)}
+
+    def run(rows: int, grid: int) -> tuple[Tensor, Tensor, Tensor]:
+        residual, logits = x[:rows].clone(), poisoned(rows, experts, dtype=torch.float32)
+        ids, weights = torch.full((rows, k), -7), poisoned(rows, k, dtype=torch.float32)
+        act, act2 = poisoned(rows, k, width), poisoned(rows, inner)
+        scores = instructions.product(logits, residual, router_w, **norms)
+        choice = instructions.route(ids, weights, logits, bias, groups, kept, True, 2.5)
+        if signed:
+            instructions.tagged(scores, choice, torch.zeros(logits.shape, dtype=torch.int64))
+        launch(
+            rows,
+            rows,
+            scores,
+            choice,
+            instructions.product(act2, residual, shared_up, limit=0.25, **norms),
+            instructions.up(act, residual, up, limit=0.25, **norms),
+            instructions.down(residual, act, down, (act2, shared_down), add=True),
+            grid=grid,
+            seed=rows,
+        )
+        return residual, ids, weights
+
+    full, ids, weights = run(9, 3)
+    wide = x.double()
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norms["norm"][0].double()).float()
+    want_ids, want_weights = torch.zeros_like(ids), torch.zeros_like(weights)
+    router.reference(want_ids, want_weights, normed @ router_w.data.float(), bias, groups, kept, True, 2.5)
+    same = (ids == want_ids).all(1)
+    assert same.float().mean() > 0.7 and error(weights[same], want_weights[same]) < 1e-2
+    delta = torch.zeros(9, hidden)
+    act = torch.empty(9, inner)
+    both = normed @ shared_up.data.float()
+    moe.swiglu_reference(act, both[:, 0::2], both[:, 1::2], 0.25)
+    delta += act @ shared_down.data.float()
+    for row in range(9):
+        for slot in range(k):
+            both = normed[row : row + 1] @ up[ids[row, slot]].float().t()
+            one = torch.empty(1, width)
+            moe.swiglu_reference(one, both[:, 0::2], both[:, 1::2], 0.25)
+            delta[row] += weights[row, slot] * (one @ down[ids[row, slot]].float().t())[0]
+    assert error(full, x.float() + delta) < 8e-3
+    for rows in (1, 2, 9):
+        for a, b in zip(run(rows, 5), (full, ids, weights), strict=True):
+            assert torch.equal(a, b[:rows]), f"{rows} rows"
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("law", ["bounded", "softplus"])
+def test_recurrence(low: bool, law: Any) -> None:
+    heads, most, width = 2, 10, 256
+    proj = rand(most, 5 * width + 64)
+    past, conv = rand(3, 3 * width, seed=2), rand(4, 3 * width, seed=3, scale=0.5, dtype=torch.float32)
+    a, dt = rand(width, seed=4, dtype=torch.float32).abs(), rand(width, seed=5, dtype=torch.float32)
+    scale, state = rand(128, seed=8, dtype=torch.float32), rand(heads, 128, 128, seed=6, dtype=torch.float32)
+    up_f, up_g = weight(width, 128, seed=11), weight(width, 128, seed=12)
+    b = proj[:, 5 * width : 5 * width + heads]
+    f_in, g_in = proj[:, 3 * width : 4 * width], proj[:, 4 * width : 5 * width]
+    f, g = f_in, g_in
+    if low:
+        f_in, g_in = proj[:, 3 * width : 3 * width + 128], proj[:, 3 * width + 128 : 3 * width + 256]
+        f, g = (f_in.float() @ up_f.data.float()).to(BF16), (g_in.float() @ up_g.data.float()).to(BF16)
+
+    def run(rows: int, grid: int) -> tuple[Tensor, Tensor, Tensor]:
+        states, windows = poisoned(rows + 1, heads, 128, 128, dtype=torch.float32), poisoned(3 + rows, 3 * width)
+        states[0], windows[:3] = state, past
+        o, stats = poisoned(rows, width), poisoned(rows, heads, 4, dtype=torch.float32)
+        given = f_in[:rows], b[:rows], windows, conv, a, dt, states, torch.tensor([0])
+        more = {"opened": (g_in[:rows], scale, stats), "low": (up_f, up_g) if low else None}
+        launch(rows, rows, instructions.kda(o, proj[:rows], *given, law, -5.0, 1e-6, **more), grid=grid, seed=rows)
+        assert torch.equal(windows[3:], proj[:rows, : 3 * width]) and torch.equal(states[0], state)
+        return o, states, stats
+
+    got, states, stats = run(most, 3)
+    for rows in (1, 8, 9):
+        for one, full in zip(run(rows, 5), (got, states, stats), strict=True):
+            assert torch.equal(one, full[: len(one)])
+    mixed = poisoned(most, 3 * width)
+    kda.conv_reference(mixed, torch.cat([past, proj[:, : 3 * width]]), conv)
+    qk = poisoned(most, 2 * heads, 128, dtype=torch.float32)
+    kda.l2norm_reference(qk, mixed[:, : 2 * width].view(most, 2 * heads, 128), 1e-6, 128**-0.5)
+    decay, beta = poisoned(most, width, dtype=torch.float32), poisoned(most, heads, dtype=torch.float32)
+    kda.gates_reference(decay, beta, f, b, a, dt, law, -5.0)
+    chain = poisoned(most + 1, heads, 128, 128, dtype=torch.float32)
+    chain[0] = state
+    o = poisoned(most, heads, 128, dtype=torch.float32)
+    v = mixed[:, 2 * width :].view(most, heads, 128).float()
+    kda.chain_reference(
+        o, qk[:, :heads], qk[:, heads:], v, decay.view(most, heads, 128), beta, chain, torch.tensor([most])
+    )
+    loose = 1e-2 if low else 1e-3
+    assert error(states[1:], chain[1:]) < loose
+    assert error(stats.sum(-1), o.square().sum(-1)) < loose * 2
+    opened = o.flatten(1).double() * g.double().sigmoid() * scale.double().repeat(heads)
+    assert error(got, opened) < 1e-2
