@@ -68,7 +68,7 @@ struct Instr {
 struct Delta {  // rows of a chunk of one KDA item
     float q[CHUNK][HEAD], k[CHUNK][HEAD], d[CHUNK][HEAD];  // d: decays; forget rows before
     float v[CHUNK][TILE], open[CHUNK][TILE];               // open: what the output is multiplied by; gates before
-    float beta[CHUNK], qk[CHUNK];
+    float beta[CHUNK];
 };
 
 // All that the blocks have in common outside the list.
@@ -116,7 +116,8 @@ struct Shared {
     volatile int issued, ended;  // pieces that are in the queue, instructions whose pieces all are
     volatile int reduced;        // pieces whose partial sums have been read
 };
-static_assert(sizeof(float) * BUFFERS * WARPS * ROWS * 8 >= sizeof(float) * 2 * DELTA_WARPS * 2 * TILE, "sums of a recurrence");
+constexpr int READ = 2 * TILE + 4;  // floats that a warp of a recurrence leaves for a row
+static_assert(BUFFERS * WARPS * ROWS * 8 >= 2 * DELTA_WARPS * READ, "sums of a recurrence");
 
 // Times of one launch, for benchmarks/sweep_trace.py: [block][LIST][MARKS] clock cycles of the block's multiprocessor.
 #if SOLITON_TRACE

@@ -13,6 +13,21 @@ __device__ __forceinline__ float mixed(float a, float b, float c, float d, float
 __device__ __forceinline__ void spread(float (&to)[4], uint2 v) {
     to[0] = lower(v.x), to[1] = upper(v.x), to[2] = lower(v.y), to[3] = upper(v.y);
 }
+// A lane's four channels of a head; returns what norms the head.
+__device__ __forceinline__ float mix(float (&to)[4], const uint2 (&rows)[TAPS], const float4 (&taps)[TAPS], float eps) {
+    float x[TAPS][4], sum = 0.f;
+#pragma unroll
+    for (int t = 0; t < TAPS; ++t) spread(x[t], rows[t]);
+    to[0] = mixed(x[0][0], x[1][0], x[2][0], x[3][0], taps[0].x, taps[1].x, taps[2].x, taps[3].x);
+    to[1] = mixed(x[0][1], x[1][1], x[2][1], x[3][1], taps[0].y, taps[1].y, taps[2].y, taps[3].y);
+    to[2] = mixed(x[0][2], x[1][2], x[2][2], x[3][2], taps[0].z, taps[1].z, taps[2].z, taps[3].z);
+    to[3] = mixed(x[0][3], x[1][3], x[2][3], x[3][3], taps[0].w, taps[1].w, taps[2].w, taps[3].w);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += to[i] * to[i];
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+    return rsqrtf(sum + eps);
+}
 
 // Weights of 8 outputs out of 128 columns, as a product takes them.
 __device__ __forceinline__ void lift(uint4 (&w)[4], const u16* from, int lane) {
@@ -37,7 +52,7 @@ __device__ __forceinline__ void lifted(float* to, int stride, const uint4 (&w)[4
 __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int number) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Delta& D = S.delta;
-    float* read = &S.partial[0][0][0][0];  // [2][DELTA_WARPS][2][TILE]
+    float* read = &S.partial[0][0][0][0];  // [2][DELTA_WARPS][READ]: what k, q read of the state, then their product
     int slots = I.experts, current = S.current, items = I.n * (HEAD / TILE);
     bool low = I.up_f != nullptr;
     if (I.sync) grid_arrive(S, number);
@@ -82,18 +97,24 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
 #pragma unroll 1
         for (int base = 0; base < rows; base += CHUNK) {
             int count = min_(CHUNK, rows - base);
+            // With one row or two, four warps share a row: what makes q, k, the decays, and v with the rest.
+            bool whole = rows > 2;
+            int mine = whole ? warp : warp / 4, part = whole ? -1 : warp % 4, row = base + mine;
+            bool of_q = mine < count && (whole || part == 0), of_k = mine < count && (whole || part == 1);
+            bool of_d = mine < count && (whole || part == 2), of_v = mine < count && (whole || part == 3);
             uint2 q2[TAPS] = {}, k2[TAPS] = {}, f2 = {};
             u16 v1[TAPS] = {}, g1 = 0, b1 = 0;
-            if (warp < count) {  // of a row; count is at most DELTA_WARPS
-                int row = base + warp;
-                b1 = load_half(I.x2 + (i64)row * I.x_stride + head);
 #pragma unroll
-                for (int t = 0; t < TAPS; ++t) {
-                    int at = row + t - (TAPS - 1);
-                    const u16* from = at < 0 ? I.w2 + (i64)(row + t) * I.x2_stride : I.x + (i64)at * I.x_stride;
-                    q2[t] = load8(from + q_at), k2[t] = load8(from + k_at), v1[t] = load_half(from + v_at + lane);
-                }
-                if (!low) f2 = load8(I.gate + (i64)row * I.gate_stride + q_at);
+            for (int t = 0; t < TAPS; ++t) {
+                int at = row + t - (TAPS - 1);
+                const u16* from = at < 0 ? I.w2 + (i64)(row + t) * I.x2_stride : I.x + (i64)at * I.x_stride;
+                if (of_q) q2[t] = load8(from + q_at);
+                if (of_k) k2[t] = load8(from + k_at);
+                if (of_v) v1[t] = load_half(from + v_at + lane);
+            }
+            if (of_d && !low) f2 = load8(I.gate + (i64)row * I.gate_stride + q_at);
+            if (of_v) {
+                b1 = load_half(I.x2 + (i64)row * I.x_stride + head);
                 if (!low && I.g != nullptr) g1 = load_half(I.g + (i64)row * I.g_stride + head * HEAD + first + lane);
             }
             if (low) {
@@ -107,53 +128,43 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
                 if (warp < TILE / 8) lifted(&D.open[0][warp * 8], TILE, w[2], g, I.g_stride, count, lane);
                 multipliers_sync();
             }
-            if (warp < count) {
-                int row = base + warp;
-                // this step's projections, for the window of the next
-                u16* window = (u16*)I.w2 + (i64)(row + TAPS - 1) * I.x2_stride;
-                if (first == 0) *(uint2*)(window + q_at) = q2[TAPS - 1], *(uint2*)(window + k_at) = k2[TAPS - 1];
-                window[v_at + lane] = v1[TAPS - 1];
-                float q[4], k[4], f[4], x[TAPS][4];
-#pragma unroll
-                for (int t = 0; t < TAPS; ++t) spread(x[t], q2[t]);
-                q[0] = mixed(x[0][0], x[1][0], x[2][0], x[3][0], tq[0].x, tq[1].x, tq[2].x, tq[3].x);
-                q[1] = mixed(x[0][1], x[1][1], x[2][1], x[3][1], tq[0].y, tq[1].y, tq[2].y, tq[3].y);
-                q[2] = mixed(x[0][2], x[1][2], x[2][2], x[3][2], tq[0].z, tq[1].z, tq[2].z, tq[3].z);
-                q[3] = mixed(x[0][3], x[1][3], x[2][3], x[3][3], tq[0].w, tq[1].w, tq[2].w, tq[3].w);
-#pragma unroll
-                for (int t = 0; t < TAPS; ++t) spread(x[t], k2[t]);
-                k[0] = mixed(x[0][0], x[1][0], x[2][0], x[3][0], tk[0].x, tk[1].x, tk[2].x, tk[3].x);
-                k[1] = mixed(x[0][1], x[1][1], x[2][1], x[3][1], tk[0].y, tk[1].y, tk[2].y, tk[3].y);
-                k[2] = mixed(x[0][2], x[1][2], x[2][2], x[3][2], tk[0].z, tk[1].z, tk[2].z, tk[3].z);
-                k[3] = mixed(x[0][3], x[1][3], x[2][3], x[3][3], tk[0].w, tk[1].w, tk[2].w, tk[3].w);
-                D.v[warp][lane] = mixed(wide(v1[0]), wide(v1[1]), wide(v1[2]), wide(v1[3]), tv[0], tv[1], tv[2], tv[3]);
+            // this step's projections, for the window of the next
+            u16* window = (u16*)I.w2 + (i64)(row + TAPS - 1) * I.x2_stride;
+            if (of_q) {
+                if (first == 0) *(uint2*)(window + q_at) = q2[TAPS - 1];
+                float q[4];
+                float n = mix(q, q2, tq, I.eps) * I.limit;
+                *(float4*)&D.q[mine][lane * 4] = make_float4(q[0] * n, q[1] * n, q[2] * n, q[3] * n);
+            }
+            if (of_k) {
+                if (first == 0) *(uint2*)(window + k_at) = k2[TAPS - 1];
+                float q[4];
+                float n = mix(q, k2, tk, I.eps);
+                *(float4*)&D.k[mine][lane * 4] = make_float4(q[0] * n, q[1] * n, q[2] * n, q[3] * n);
+            }
+            if (of_d) {
+                float f[4], rates[4] = {rate.x, rate.y, rate.z, rate.w}, shifts[4] = {shift.x, shift.y, shift.z, shift.w};
                 if (low) {
-                    float4 made = *(const float4*)&D.d[warp][lane * 4];
+                    float4 made = *(const float4*)&D.d[mine][lane * 4];
                     f[0] = made.x, f[1] = made.y, f[2] = made.z, f[3] = made.w;
                 } else
                     spread(f, f2);
-                float rates[4] = {rate.x, rate.y, rate.z, rate.w}, shifts[4] = {shift.x, shift.y, shift.z, shift.w};
-                float sums[3] = {0.f, 0.f, 0.f};  // q.q, k.k, q.k
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    sums[0] += q[i] * q[i], sums[1] += k[i] * k[i], sums[2] += q[i] * k[i];
                     float g = f[i] + shifts[i];
                     if (I.groups) g = I.scaling * sigmoid(rates[i] * g);
                     else g = -rates[i] * (g > 20.0f ? g : __logf(1.0f + __expf(g)));
                     f[i] = __expf(g);
                 }
-#pragma unroll
-                for (int step = 16; step; step /= 2)
-#pragma unroll
-                    for (int i = 0; i < 3; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
-                float nq = rsqrtf(sums[0] + I.eps) * I.limit, nk = rsqrtf(sums[1] + I.eps);
-                *(float4*)&D.q[warp][lane * 4] = make_float4(q[0] * nq, q[1] * nq, q[2] * nq, q[3] * nq);
-                *(float4*)&D.k[warp][lane * 4] = make_float4(k[0] * nk, k[1] * nk, k[2] * nk, k[3] * nk);
-                *(float4*)&D.d[warp][lane * 4] = make_float4(f[0], f[1], f[2], f[3]);
+                *(float4*)&D.d[mine][lane * 4] = make_float4(f[0], f[1], f[2], f[3]);
+            }
+            if (of_v) {
+                window[v_at + lane] = v1[TAPS - 1];
+                D.v[mine][lane] = mixed(wide(v1[0]), wide(v1[1]), wide(v1[2]), wide(v1[3]), tv[0], tv[1], tv[2], tv[3]);
                 float open = 1.f;
-                if (I.logits != nullptr) open = norm * sigmoid(low ? D.open[warp][lane] : wide(g1));
-                D.open[warp][lane] = open;
-                if (lane == 0) D.beta[warp] = sigmoid(wide(b1)), D.qk[warp] = sums[2] * nq * nk;
+                if (I.logits != nullptr) open = norm * sigmoid(low ? D.open[mine][lane] : wide(g1));
+                D.open[mine][lane] = open;
+                if (lane == 0) D.beta[mine] = sigmoid(wide(b1));
             }
             if (chains) {
                 multipliers_sync();
@@ -163,6 +174,7 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
                     float4 q4 = *(const float4*)&D.q[r][key], k4 = *(const float4*)&D.k[r][key], d4 = *(const float4*)&D.d[r][key];
                     float q[4] = {q4.x, q4.y, q4.z, q4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w}, d[4] = {d4.x, d4.y, d4.z, d4.w};
                     float sums[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};  // k and q against the decayed state
+                    float both = q[0] * k[0] + q[1] * k[1] + q[2] * k[2] + q[3] * k[3];
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -172,28 +184,33 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
                             sums[1][j] += q[i] * s[i][j];
                         }
 #pragma unroll
-                    for (int step = 8; step < 32; step *= 2)
+                    for (int step = 8; step < 32; step *= 2) {
+                        both += __shfl_xor_sync(0xffffffffu, both, step);
 #pragma unroll
                         for (int j = 0; j < 4; ++j) {
                             sums[0][j] += __shfl_xor_sync(0xffffffffu, sums[0][j], step);
                             sums[1][j] += __shfl_xor_sync(0xffffffffu, sums[1][j], step);
                         }
-                    float* mine = read + ((r & 1) * DELTA_WARPS + warp) * 2 * TILE;
-                    if (lane < 8) {
-                        *(float4*)(mine + value) = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
-                        *(float4*)(mine + TILE + value) = make_float4(sums[1][0], sums[1][1], sums[1][2], sums[1][3]);
                     }
+                    float* left = read + ((r & 1) * DELTA_WARPS + warp) * READ;
+                    if (lane < 8) {
+                        *(float4*)(left + value) = make_float4(sums[0][0], sums[0][1], sums[0][2], sums[0][3]);
+                        *(float4*)(left + TILE + value) = make_float4(sums[1][0], sums[1][1], sums[1][2], sums[1][3]);
+                    }
+                    if (lane == 0) left[2 * TILE] = both;
                     multipliers_sync();
                     float with_k[4] = {0.f, 0.f, 0.f, 0.f}, with_q[4] = {0.f, 0.f, 0.f, 0.f};
-                    const float* all = read + (r & 1) * DELTA_WARPS * 2 * TILE + value;
+                    const float* all = read + (r & 1) * DELTA_WARPS * READ + value;
+                    float qk = 0.f;
 #pragma unroll
                     for (int u = 0; u < DELTA_WARPS; ++u) {
-                        float4 x = *(const float4*)(all + u * 2 * TILE), y = *(const float4*)(all + u * 2 * TILE + TILE);
+                        float4 x = *(const float4*)(all + u * READ), y = *(const float4*)(all + u * READ + TILE);
+                        qk += all[u * READ + 2 * TILE - value];
                         with_k[0] += x.x, with_k[1] += x.y, with_k[2] += x.z, with_k[3] += x.w;
                         with_q[0] += y.x, with_q[1] += y.y, with_q[2] += y.z, with_q[3] += y.w;
                     }
                     float4 v4 = *(const float4*)&D.v[r][value];
-                    float v[4] = {v4.x, v4.y, v4.z, v4.w}, beta = D.beta[r], qk = D.qk[r], o[4];
+                    float v[4] = {v4.x, v4.y, v4.z, v4.w}, beta = D.beta[r], o[4];
                     int slot = current + 1 + row;
                     if (slot >= slots) slot -= slots;
                     float* to = I.weights + (i64)slot * I.slot_stride + place;
