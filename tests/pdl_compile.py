@@ -22,7 +22,10 @@ BLOCKS = {"COUNT": 6, "ROWS": 8}
 
 # By module and kernel: the types of the arguments that are no constants, the constants.
 KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
-    "norm_triton": {"_norm": ("*bf16 *bf16 *fp32 i32 i32 i32 fp32", {"BLOCK": 4096})},
+    "norm_triton": {
+        "_norm": ("*bf16 *bf16 *fp32 i32 i32 i32 fp32", {"BLOCK": 4096}),
+        "_rows": ("*bf16 *i64 *bf16 i32 i32 i32", {"BLOCK": 4096}),
+    },
     "kda_triton": {
         "_chain": (
             "*bf16 *bf16 *bf16 *fp32 *bf16 *bf16 *fp32 *fp32 *fp32 *i64 *i64 " + "i32 " * 7 + "fp32 fp32 fp32",

@@ -7,7 +7,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from soliton.ops import instructions, kda, moe, router, sweep
+from soliton.ops import instructions, kda, moe, norm, router, sweep
+from soliton.ops.fuse import fuse
+from soliton.ops.tape import Entry
 from soliton.ops.weight import Weight
 
 HERE = Path(__file__).parent / "grid"
@@ -44,26 +46,23 @@ def directory() -> str:
     return tempfile.mkdtemp()
 
 
-def launch(
-    rows: int, live: int | None, *items: sweep.Instruction, grid: int = 5, seed: int = 0, times: int = 1
-) -> None:
+def launch(rows: int, live: int | None, *items: sweep.Instruction, grid: int = 5, seed: int = 0) -> None:
     made = sweep.Sweep(rows, None)
     for item in items:
         made.add(item)
+    execute(made, live, grid, seed)
+
+
+def execute(made: sweep.Sweep, live: int | None = None, grid: int = 5, seed: int = 0) -> None:
     table = b"".join(item.packed(start, grid) for item, start in made._starts(grid))
     counter, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(grid, 32, 8, dtype=torch.int64)
     alive = None if live is None else torch.tensor([live])
-    halves = sweep.halves_of(rows)
+    halves = sweep.halves_of(made.rows)
     size = (sweep.SHARED - sweep._beside(halves)) // 128 * 128
-    for turn in range(times):
-        given = (
-            ctypes.c_char_p(table),
-            len(made.instructions),
-            ctypes.c_void_p(alive.data_ptr() if alive is not None else 0),
-        )
-        places = (ctypes.c_void_p(counter.data_ptr()), ctypes.c_void_p(carry.data_ptr()))
-        ended = library(halves).run(given[0], given[1], given[2], rows, *places, size, grid, seed + turn)
-        assert ended == 0, "nobody can go on"
+    places = [ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in (alive, counter, carry)]
+    run = library(halves).run
+    ended = run(ctypes.c_char_p(table), len(made.instructions), places[0], made.rows, *places[1:], size, grid, seed)
+    assert ended == 0, "nobody can go on"
     assert int(carry.abs().max()) == 0, "every sum was taken over"
 
 
@@ -121,7 +120,7 @@ def test_sums_over_several_terms(outputs: int, inputs: int) -> None:
         out = before[:rows].clone()
         items = [instructions.product(out, x[:rows], w, add=True)]
         again = poisoned(rows, outputs)
-        launch(rows, None, *items, instructions.product(again, x[:rows], w), grid=grid, seed=rows, times=1)
+        launch(rows, None, *items, instructions.product(again, x[:rows], w), grid=grid, seed=rows)
         assert error(again, x[:rows].double() @ w.data.double()) < 3e-3
         return out
 
@@ -237,3 +236,21 @@ def test_recurrence(low: bool, law: Any) -> None:
     assert error(stats.sum(-1), o.square().sum(-1)) < loose * 2
     opened = o.flatten(1).double() * g.double().sigmoid() * scale.double().repeat(heads)
     assert error(got, opened) < 1e-2
+
+
+def test_the_last_norm_goes_into_the_head() -> None:
+    """A tape that ends with norm, copy and head becomes one sweep, and a norm of what is kept behind it."""
+    x, head, scale = rand(3, 64), weight(96, 64), rand(64, seed=4).float()
+    hidden, kept, logits = poisoned(3, 64), poisoned(3, 64), poisoned(3, 96, dtype=torch.float32)
+
+    def entry(op: str, *args: Any) -> Entry:
+        return Entry(op, "", norm.reference, args, partial(norm.reference, *args))
+
+    tape = [entry("norm", hidden, x, scale, 1e-6), entry("copy", kept, hidden), entry("linear", logits, hidden, head)]
+    made = fuse(tape, None, entry=lambda op, call: Entry(op, "", call, (), call))
+    assert [item.op for item in made] == ["sweep", "norm"] and bool(hidden.isnan().all())
+    execute(made[0].function)
+    made[1].ready()
+    wide = x.double()
+    want = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale.double()
+    assert error(kept, want) < 4e-3 and error(logits, want @ head.data.double()) < 5e-3

@@ -520,3 +520,12 @@ def test_norm_alone() -> None:
     norm_triton.norm(out[:, 2304:], x, scale, 1e-6)
     norm.reference(want, x, scale, 1e-6)
     assert error(out[:, 2304:], want) < 2e-3
+
+
+def test_rows_of_a_table() -> None:
+    from soliton.ops import norm_triton
+
+    table, ids = rand(1000, 2304), torch.tensor([3, 999, 0, 3], device="cuda")
+    out = poisoned(4, 2304)
+    norm_triton.rows(out, ids, table)
+    assert torch.equal(out, table[ids])

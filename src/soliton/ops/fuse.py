@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class _Fuser:
         while at < len(self.entries):
             item = self.entries[at]
             following = self.entries[at + 1] if at + 1 < len(self.entries) else None
+            if item.op == "norm" and self._is_last(at):
+                self._last(at)
+                break
             if item.op == "norm" and self._folds(item):
                 self.norms[item.args[0].data_ptr()] = item
             elif item.op == "linear" and self._is_low(at):
@@ -61,6 +65,23 @@ class _Fuser:
         for one, after in itertools.pairwise(sweeps):
             one.ahead = after
         return self.made
+
+    def _is_last(self, at: int) -> bool:
+        """Whether after this norm only copies of it and one product of it follow: the target's head."""
+        item, rest = self.entries[at], self.entries[at + 1 :]
+        place = item.args[0].data_ptr()
+        ops = sorted(entry.op for entry in rest)
+        reads = all(entry.args[1].data_ptr() == place and entry.args[1].shape == item.args[0].shape for entry in rest)
+        return ops == ["copy", "linear"] and reads and bool(item.args[1].shape[-1] <= SLAB)
+
+    def _last(self, at: int) -> None:
+        """The product goes on in the sweep that is open and norms its input itself; what is kept is normed after it."""
+        item, rest = self.entries[at], {entry.op: entry for entry in self.entries[at + 1 :]}
+        self.norms[item.args[0].data_ptr()] = item
+        self._linear(rest["linear"], None)
+        self._close()
+        kept = rest["copy"].args[0]
+        self.made.append(self.entry("norm", partial(item.ready.func, kept, *item.args[1:])))
 
     def _choice(self, item: Any) -> None:
         logits, choice = item.args[2], route(*item.args)

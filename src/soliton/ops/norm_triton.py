@@ -1,4 +1,5 @@
-"""RMS norm of a few rows, for the places where no product follows that could norm its own input. Only where CUDA is."""
+"""Small calls on whole rows of a step, of which no sweep is made: a norm that no product makes itself, the embedding.
+Only where CUDA is."""
 
 from __future__ import annotations
 
@@ -27,5 +28,24 @@ def norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """out[R, H] = x / sqrt(mean(x^2) + eps) * weight, float32 inside, one rounding; a row's bits are its own."""
     _norm[(x.shape[0],)](
         out, x, weight, out.stride(0), x.stride(0), x.shape[1], eps, BLOCK=triton.next_power_of_2(x.shape[1]),
+        num_warps=8, launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows(out, ids, table, ld_out, ld_table, H, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    gdc_launch_dependents()
+    gdc_wait()
+    source = table + tl.load(ids + row) * ld_table
+    tl.store(out + row * ld_out + cols, tl.load(source + cols, mask=cols < H), mask=cols < H)
+
+
+def rows(out: Tensor, ids: Tensor, table: Tensor) -> None:
+    """out[R, H] = table[ids]; ids: int64 [R] within the table; equal dtypes."""
+    assert out.dtype == table.dtype and table.stride(1) == out.stride(1) == 1
+    _rows[(out.shape[0],)](
+        out, ids, table, out.stride(0), table.stride(0), out.shape[1], BLOCK=triton.next_power_of_2(out.shape[1]),
         num_warps=8, launch_pdl=chained(),
     )  # fmt: skip

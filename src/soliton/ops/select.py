@@ -136,6 +136,7 @@ def _choose_cuda() -> dict[str, Choice]:
     )
     kernels = {
         "norm": ("norm_triton", "norm"),
+        "embed": ("norm_triton", "rows"),
         "kda.step": ("kda_triton", "step"),
         "kda.commit": ("kda_triton", "commit"),
         "mla.heads": ("mla_triton", "heads"),
