@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from soliton.ops import fuse as fuse_module
 from soliton.ops import instructions, kda, moe, norm, router, sweep
 from soliton.ops.fuse import fuse
 from soliton.ops.tape import Entry
@@ -165,6 +166,18 @@ def test_experts(sizes: tuple[int, ...], signed: bool) -> None:
         return residual, ids, weights
 
     full, ids, weights = run(9, 3)
+    twice = x.clone()  # a choice that is taken again in the same launch
+    act, act2 = poisoned(9, k, width), poisoned(9, inner)
+    launch(
+        9,
+        None,
+        instructions.product(act2, x, shared_up, limit=0.25, **norms),
+        instructions.load_route(ids, weights),
+        instructions.up(act, x, up, limit=0.25, **norms),
+        instructions.load_route(ids, weights),
+        instructions.down(twice, act, down, (act2, shared_down), add=True),
+    )
+    assert torch.equal(twice, full)
     wide = x.double()
     normed = (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * norms["norm"][0].double()).float()
     want_ids, want_weights = torch.zeros_like(ids), torch.zeros_like(weights)
@@ -254,3 +267,41 @@ def test_the_last_norm_goes_into_the_head() -> None:
     wide = x.double()
     want = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * scale.double()
     assert error(kept, want) < 4e-3 and error(logits, want @ head.data.double()) < 5e-3
+
+
+@pytest.mark.parametrize("left_out", ["", "signs", "route", "ahead"])
+def test_a_layer_from_its_tape(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as a step records them: the same bits whichever technique is left out, and those of the single calls."""
+    experts, hidden, width, k, rows = 24, 64, 32, 8, 3
+    router_w, up, down = (
+        weight(experts, hidden),
+        rand(experts, 2 * width, hidden, scale=0.1),
+        rand(experts, hidden, width),
+    )
+    shared_up, shared_down = weight(2 * width, hidden, seed=8, paired=True), weight(hidden, width, seed=10)
+    bias, scale = rand(experts, seed=9, dtype=torch.float32), rand(hidden, seed=4).float()
+
+    def step(left: set[str]) -> tuple[Tensor, list[str]]:
+        monkeypatch.setattr(fuse_module, "LEFT_OUT", left)
+        x, normed, out = rand(rows, hidden, seed=3), poisoned(rows, hidden), poisoned(rows, hidden)
+        logits, weights = poisoned(rows, experts, dtype=torch.float32), poisoned(rows, k, dtype=torch.float32)
+        ids, act, act_shared = torch.zeros(rows, k, dtype=torch.int64), poisoned(rows, k, width), poisoned(rows, width)
+        parts = (up, down, shared_up, shared_down, 0.0, 0.0, None, act, act_shared)
+        calls: list[tuple[str, tuple[Any, ...]]] = [
+            ("norm", (normed, x, scale, 1e-6)),
+            ("linear", (logits, normed, router_w)),
+            ("router", (ids, weights, logits, bias, 1, 1, True, 2.5)),
+            ("moe", (out, normed, ids, weights, *parts)),
+            ("add", (x, out)),
+        ]
+        tape = [Entry(op, "", norm.reference, args, partial(norm.reference, *args)) for op, args in calls]
+        made = fuse(tape, None, entry=lambda op, call: Entry(op, "", call, (), call))
+        for item in made:
+            execute(item.function)
+        return x, [str(item.function) for item in made]
+
+    want, _ = step(set())
+    got, words = step({left_out})
+    assert torch.equal(got, want) and not got.isnan().any()
+    assert len(words) == (3 if left_out == "route" else 1)
+    assert ("|route" in " ".join(words)) == (left_out == "signs")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bulk import swiglu
 from .instructions import down, kda, load_route, product, route, tagged, up
 from .sweep import HEAD, LIST, PRODUCT, ROUTE, SLAB, Instruction, Sweep
 
@@ -17,6 +18,11 @@ def fuse(entries: list[Any], live: Tensor | None, *, entry: Any) -> list[Any]:
     """The entries of a recording with their products as sweeps over ``live`` rows (int64 [1]).
     ``entry(op, call)`` makes an entry of a launch."""
     return _Fuser(entries, live, entry).run()
+
+
+# Techniques left out of the steps recorded from now on, for measuring what each is worth; see benchmarks/ab.py.
+LEFT_OUT: set[str] = set()
+TECHNIQUES = ("kda", "signs", "route", "swiglu", "ahead", "head")
 
 
 class _Fuser:
@@ -39,7 +45,7 @@ class _Fuser:
         while at < len(self.entries):
             item = self.entries[at]
             following = self.entries[at + 1] if at + 1 < len(self.entries) else None
-            if item.op == "norm" and self._is_last(at):
+            if item.op == "norm" and self._is_last(at) and "head" not in LEFT_OUT:
                 self._last(at)
                 break
             if item.op == "norm" and self._folds(item):
@@ -48,13 +54,17 @@ class _Fuser:
                 at += 1  # made by the recurrence itself
             elif item.op == "linear":
                 at += self._linear(item, following)
+            elif item.op == "router" and "route" in LEFT_OUT:
+                self._close()
+                self._put(item.args[0].shape[0], route(*item.args))
+                self._close()
             elif item.op == "router":
                 if self.open is not None and len(self.open.instructions) + 4 > LIST:
                     self._close()  # the experts' products belong into the same list
                 self._choice(item)
             elif item.op == "moe":
                 at += self._moe(item, following)
-            elif item.op == "kda.step" and item.args[8].shape[2:] == (HEAD, HEAD):
+            elif item.op == "kda.step" and item.args[8].shape[2:] == (HEAD, HEAD) and "kda" not in LEFT_OUT:
                 at += self._recurrence(at)
             else:
                 self._close()
@@ -62,8 +72,9 @@ class _Fuser:
             at += 1
         self._close()
         sweeps = [made.function for made in self.made if isinstance(made.function, Sweep)]
-        for one, after in itertools.pairwise(sweeps):
-            one.ahead = after
+        if "ahead" not in LEFT_OUT:
+            for one, after in itertools.pairwise(sweeps):
+                one.ahead = after
         return self.made
 
     def _is_last(self, at: int) -> bool:
@@ -86,7 +97,7 @@ class _Fuser:
     def _choice(self, item: Any) -> None:
         logits, choice = item.args[2], route(*item.args)
         scores = self.open.instructions[-1] if self.open is not None else None
-        alone = [op for op, _ in self.readers.get(logits.data_ptr(), [])] == ["router"]
+        alone = "signs" not in LEFT_OUT and [op for op, _ in self.readers.get(logits.data_ptr(), [])] == ["router"]
         if scores is not None and alone and scores.kind == PRODUCT and scores.fields["out"] is logits:
             if self.words is None or self.words.shape != logits.shape:
                 self.words = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
@@ -111,7 +122,7 @@ class _Fuser:
 
     def _is_low(self, at: int) -> bool:
         """Whether the products at ``at`` and after it make a recurrence's forget rows and gates out of 128 columns."""
-        if at + 2 >= len(self.entries):
+        if at + 2 >= len(self.entries) or "kda" in LEFT_OUT:
             return False
         one, two, step = self.entries[at : at + 3]
         if (two.op, step.op) != ("linear", "kda.step") or not self._opens(at + 2) or step.args[8].shape[2] != HEAD:
@@ -165,7 +176,7 @@ class _Fuser:
         out, x, w = item.args
         source, kind = self._input(x)
         rows = x.shape[0]
-        if following is not None and following.op == "swiglu" and w.paired:
+        if following is not None and following.op == "swiglu" and w.paired and "swiglu" not in LEFT_OUT:
             self._put(rows, product(following.args[0], source, w, limit=following.args[3], **kind))
             return 1
         if following is not None and following.op == "add" and following.args[1].data_ptr() == out.data_ptr():
@@ -183,11 +194,18 @@ class _Fuser:
         first = product(act_shared, source, shared_up, limit=shared_limit, **kind)
         second = up(act, source, w_up, norm=kind.get("norm"), limit=limit)
         third = down(target, act, w_down, (act_shared, shared_down), add=adds)
-        if self.open is not None and self.open.instructions[-1].kind == ROUTE:
+        if "swiglu" in LEFT_OUT:
+            both = torch.zeros(rows, shared_up.padded, dtype=x.dtype, device=x.device)
+            self._put(rows, product(both, source, shared_up, **kind))
+            self._close()
+            self.made.append(
+                self.entry("swiglu", partial(swiglu, act_shared, both[:, 0::2], both[:, 1::2], shared_limit))
+            )
+            self._put(rows, load_route(ids, weights), second, third)
+        elif self.open is not None and self.open.instructions[-1].kind == ROUTE:
             # the shared expert's weights arrive while the choice is made
             self._put(rows, first, second, third)
         else:
             self._put(rows, first)
-            for expert in (second, third):
-                self._put(rows, load_route(ids, weights), expert)
+            self._put(rows, load_route(ids, weights), second, third)
         return int(adds)

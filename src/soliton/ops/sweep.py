@@ -134,6 +134,8 @@ class Sweep:
         if new.fields.get("tagged"):  # each word that the product before it writes says itself that it is there
             wrote = [t for old in since[1:] for t in old.writes]
         new.sync = hazard = _touch(new.reads, wrote) or _touch(new.writes, wrote) or _touch(new.writes, read)
+        if new.kind in (ROUTE, LOAD_ROUTE) and any(old.kind in (ROUTE, LOAD_ROUTE, UP, DOWN) for old in since):
+            new.sync = True  # whoever reads the tables of the choice before has to have finished
         if since and new.kind == KDA:
             new.sync = True  # its sums lie where those of products do
         if new.fields.get("prologue") == RMS and any(old.fields.get("prologue") == RMS for old in since):
