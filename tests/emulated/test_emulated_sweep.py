@@ -305,3 +305,71 @@ def test_a_layer_from_its_tape(left_out: str, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(got, want) and not got.isnan().any()
     assert len(words) == (3 if left_out == "route" else 1)
     assert ("|route" in " ".join(words)) == (left_out == "signs")
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_recurrence_from_its_tape(low: bool) -> None:
+    """Forget rows, gates, recurrence, gated norm and output projection become two instructions."""
+    heads, rows, width, hidden = 2, 3, 256, 64
+    proj, out_w, x = rand(rows, 5 * width + 64), weight(hidden, width, seed=13), rand(rows, hidden, seed=14)
+    f, g = proj[:, 3 * width : 4 * width], proj[:, 4 * width : 5 * width]
+    b, up_f, up_g = proj[:, 5 * width : 5 * width + heads], weight(width, 128, seed=11), weight(width, 128, seed=12)
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    if low:
+        f_in, g_in = proj[:, 3 * width : 3 * width + 128], proj[:, 3 * width + 128 : 3 * width + 256]
+        f, g = poisoned(rows, width), poisoned(rows, width)
+        calls += [("linear", (f, f_in, up_f)), ("linear", (g, g_in, up_g))]
+    conv, states = (
+        rand(4, 3 * width, seed=3, dtype=torch.float32),
+        poisoned(rows + 1, heads, 128, 128, dtype=torch.float32),
+    )
+    window, o, y, out = (
+        poisoned(3 + rows, 3 * width),
+        poisoned(rows, heads, 128),
+        poisoned(rows, width),
+        poisoned(rows, hidden),
+    )
+    states[0], window[:3] = rand(heads, 128, 128, seed=6, dtype=torch.float32), rand(3, 3 * width, seed=2)
+    a, dt = rand(width, seed=4, dtype=torch.float32).abs(), rand(width, seed=5, dtype=torch.float32)
+    scale = rand(128, seed=8, dtype=torch.float32)
+    law = ("softplus", -5.0, 1e-6)
+    memory = (window, conv, a, dt, states, torch.tensor([0]), torch.tensor([rows]))
+    calls += [
+        ("kda.step", (o, proj, f, b, *memory, *law)),
+        ("kda.norm", (y.view(rows, heads, 128), o, g.unflatten(1, (heads, 128)), scale, 1e-6)),
+        ("linear", (out, y, out_w)),
+        ("add", (x, out)),
+        ("verdict", (1, 2)),
+    ]
+    tape = [Entry(op, "", norm.reference, args, partial(norm.reference, *args)) for op, args in calls]
+    made = fuse(tape, None, entry=lambda op, call: Entry(op, "", call, (), call))
+    assert [item.op for item in made] == ["sweep", "verdict"]
+    assert str(made[0].function) == f"kda[{heads}] |product[{hidden}]"
+    before = x.clone()
+    execute(made[0].function)
+    want, stats = poisoned(rows, width), poisoned(rows, heads, 4, dtype=torch.float32)
+    again = (window.clone(), conv, a, dt, states.clone(), torch.tensor([0]))
+    given = (f_in, g_in, (up_f, up_g)) if low else (f, g, None)
+    launch(
+        rows,
+        None,
+        instructions.kda(want, proj, given[0], b, *again, *law, opened=(given[1], scale, stats), low=given[2]),
+    )
+    assert torch.equal(y, want)
+    factor = (stats.double().sum(-1, keepdim=True) / 128 + 1e-6).rsqrt()
+    normed = (want.double().unflatten(1, (heads, 128)) * factor).flatten(1)
+    assert error(x, before.double() + normed @ out_w.data.double()) < 6e-3
+
+
+def test_a_norm_with_other_readers_stays() -> None:
+    """A tape that goes on after its norm, with arguments of any kind, keeps the norm where something else reads it."""
+    x, head, scale = rand(3, 64), weight(96, 64), rand(64, seed=4).float()
+    hidden, logits = poisoned(3, 64), poisoned(3, 96, dtype=torch.float32)
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("norm", (hidden, x, scale, 1e-6)),
+        ("linear", (logits, hidden, head)),
+        ("verdict", (3, hidden)),
+    ]
+    tape = [Entry(op, "", norm.reference, args, partial(norm.reference, *args)) for op, args in calls]
+    made = fuse(tape, None, entry=lambda op, call: Entry(op, "", call, (), call))
+    assert [item.op for item in made] == ["norm", "sweep", "verdict"]

@@ -80,10 +80,10 @@ class _Fuser:
     def _is_last(self, at: int) -> bool:
         """Whether after this norm only copies of it and one product of it follow: the target's head."""
         item, rest = self.entries[at], self.entries[at + 1 :]
-        place = item.args[0].data_ptr()
-        ops = sorted(entry.op for entry in rest)
-        reads = all(entry.args[1].data_ptr() == place and entry.args[1].shape == item.args[0].shape for entry in rest)
-        return ops == ["copy", "linear"] and reads and bool(item.args[1].shape[-1] <= SLAB)
+        if sorted(entry.op for entry in rest) != ["copy", "linear"] or item.args[1].shape[-1] > SLAB:
+            return False
+        out = item.args[0]
+        return all(e.args[1].data_ptr() == out.data_ptr() and e.args[1].shape == out.shape for e in rest)
 
     def _last(self, at: int) -> None:
         """The product goes on in the sweep that is open and norms its input itself; what is kept is normed after it."""

@@ -180,7 +180,7 @@ using std::fminf;
 inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(u32 v) { return v ? __builtin_ctz(v) + 1 : 0; }
-template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldg(const T* p) { T v; memcpy(&v, p, sizeof v); return v; }  // a view may lie anywhere here
 inline void __threadfence_block() {}
 inline void __trap() { fprintf(stderr, "too little shared memory\n"), abort(); }
 inline u32 atomicOr(u32* p, u32 v) { u32 old = *p; *p |= v; return old; }
