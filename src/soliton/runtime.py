@@ -19,6 +19,7 @@ from .model.decoder import turn_table
 from .model.prefill import logits_in_parts, logits_of
 from .model.spec import KdaSpec, ModelSpec, MoeSpec
 from .model.weights import Builder, ModelWeights, expert_elements, state_elements
+from .ops import device as where
 from .ops.building import hear_compiles
 from .ops.runs import VECTOR
 from .ops.select import Choice, choose
@@ -65,7 +66,7 @@ class Runtime:
     @property
     def on_gpu(self) -> bool:
         """Whether steps run on a CUDA device."""
-        return self.parts.device.type == "cuda"
+        return where.has_kernels(self.parts.device)
 
     def program(self, params: Resolved) -> Program:
         """The variant of the step that serves a request. On a GPU the one with processors also logs."""

@@ -3,68 +3,30 @@ landing late (see grid/chip.h). Kernels against references, bits that depend on 
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from emulated_sweep import execute
 from soliton.ops import fuse as fuse_module
 from soliton.ops import instructions, kda, moe, norm, router, sweep
 from soliton.ops.fuse import fuse
 from soliton.ops.tape import Entry
 from soliton.ops.weight import Weight
 
-HERE = Path(__file__).parent / "grid"
 BF16 = torch.bfloat16
 GRIDS = (3, 5)
-
-
-@cache
-def library(halves: int) -> Any:
-    """The kernel for up to ``halves`` * 8 rows."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++: sweep.cu is not emulated")
-    made = Path(directory()) / f"sweep{halves}.so"
-    constants = [f"-D{name}={value}" for name, value in sweep.defines(halves).items()]
-    options = ["-std=c++17", "-O2", "-w", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", *constants]
-    include = ["-I", str(HERE), "-I", str(Path(sweep.__file__).parent)]
-    command = ["g++", *options, "-DSOLITON_EMULATED=1", *include, "-o", made, HERE / "sweep.cpp"]
-    subprocess.run(command, check=True, timeout=200)
-    return ctypes.CDLL(str(made))
-
-
-@cache
-def directory() -> str:
-    import tempfile
-
-    return tempfile.mkdtemp()
 
 
 def launch(rows: int, live: int | None, *items: sweep.Instruction, grid: int = 5, seed: int = 0) -> None:
     made = sweep.Sweep(rows, None)
     for item in items:
         made.add(item)
-    execute(made, live, grid, seed)
-
-
-def execute(made: sweep.Sweep, live: int | None = None, grid: int = 5, seed: int = 0) -> None:
-    table = b"".join(item.packed(start, grid) for item, start in made._starts(grid))
-    counter, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(grid, 32, 8, dtype=torch.int64)
-    alive = None if live is None else torch.tensor([live])
-    halves = sweep.halves_of(made.rows)
-    size = (sweep.SHARED - sweep._beside(halves)) // 128 * 128
-    places = [ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in (alive, counter, carry)]
-    run = library(halves).run
-    ended = run(ctypes.c_char_p(table), len(made.instructions), places[0], made.rows, *places[1:], size, grid, seed)
-    assert ended == 0, "nobody can go on"
-    assert int(carry.abs().max()) == 0, "every sum was taken over"
+    execute(made, None if live is None else torch.tensor([live]), grid, seed)
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..model.decoder import Memory
 from ..model.kda import channels
 from ..model.spec import KdaSpec, MlaSpec, ModelSpec
+from ..ops import device as where
 from ..ops.mla import BLOCK
 
 ROWS_MAX = 32  # most rows of a step; KV has that many positions of slack past max_context
@@ -63,7 +64,7 @@ class Stream:
         self.tail = shapes["windows"][0] - rows
         # what a step on a GPU copies at a multiple of ROLLING, because the host learns of it later
         self.marks: tuple[Tensor, Tensor, Tensor] | None = None
-        if device.type == "cuda":
+        if where.has_kernels(device):
             parts = (self.states[0], self.windows[: self.tail], self.boundary)
             self.marks = tuple(torch.zeros_like(t, memory_format=torch.contiguous_format) for t in parts)  # type: ignore
         self._kda = {index: i for i, index in enumerate(spec.kda_layers)}

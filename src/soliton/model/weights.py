@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..ops import device as where
 from ..ops.weight import Weight, pack, storage_dtype
 from .spec import DenseSpec, KdaSpec, LayerSpec, MlaSpec, ModelSpec, MoeSpec
 
@@ -207,7 +208,7 @@ class Builder:
                 router=router, bias=bias, up=self._pack(*gates, *ups), down=down, shared_up=None, shared_down=None
             )
         hidden, width = router.inputs, spec.width
-        if self._device.type == "cuda":
+        if where.has_kernels(self._device):
             return self._expert_rows(at, spec, router, bias)
         keep = storage_dtype(self._device, self._dtype)
         up = torch.empty(spec.experts, hidden, 2 * width, dtype=keep, device=self._device)

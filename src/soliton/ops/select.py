@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import bound, bulk, embed, kda, linear, mla, moe, norm, rope, router
+from . import device as where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def _choose_cuda() -> dict[str, Choice]:
 
 def choose(facts: Facts) -> dict[str, Choice]:
     """One Choice for every op, for a model and device described by ``facts``."""
-    if facts.device.type == "cuda":
+    if where.has_kernels(facts.device):
         return _choose_cuda()
     ready = _BOUND if facts.device.type == "cpu" and facts.dtype == torch.float32 else {}
     chosen = {

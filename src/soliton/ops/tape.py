@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import device as where
 from .select import Choice
 
 
@@ -50,7 +51,7 @@ class Tape:
     ) -> None:
         assert not (record and trace is not None), "a trace needs values, a recording has none"
         self.choices, self.device, self.dtype, self.record = choices, device, dtype, record
-        self.fused = record and device.type == "cuda"  # the step's own kernels are there; else ops one by one
+        self.fused = record and where.has_kernels(device)  # the step's own kernels are there; else ops one by one
         self.bulk = not record and device.type == "cuda"  # the many rows of a prompt go through libraries
         self.entries: list[Entry] = []
         self.scope: int | None = None  # the layer being computed, part of the names of notes

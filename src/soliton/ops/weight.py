@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import device as where
+
 Shard = Literal["replicated", "rows", "columns", "experts"]
 # Elementwise loops of torch on a CPU treat the last few elements of a run with scalar code whose exp differs from the
 # vector code. Merged products are padded to this many columns, so that a run always ends on a whole vector.
@@ -66,7 +68,7 @@ def pack(
     """
     inputs = parts[0].shape[1]
     outputs = sum(p.shape[0] for p in parts)
-    if device.type == "cuda":
+    if where.has_kernels(device):
         return _pack_rows(parts, inputs, outputs, device, dtype, shard, paired)
     padded = -(-outputs // COLUMN_PAD) * COLUMN_PAD
     data = torch.zeros(inputs, padded, dtype=storage_dtype(device, dtype), device=device)

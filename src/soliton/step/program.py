@@ -15,6 +15,7 @@ from torch import Tensor
 from ..context.stream import Stream
 from ..model.spec import ModelSpec
 from ..model.weights import ModelWeights
+from ..ops import device as where
 from ..ops.select import Choice
 from ..ops.tape import Tape
 from ..speculation import nextn, verify
@@ -89,7 +90,7 @@ def build(parts: Parts) -> dict[Mode, Program]:
     verify.record_publish(publish, relay)
 
     laws = None
-    if parts.device.type == "cuda":
+    if where.has_kernels(parts.device):
         laws = verify.Laws.allocate(relay.tokens.shape[0], parts.verify, parts.spec.vocab, parts.device)
     programs = {}
     for mode in MODES:

@@ -1,0 +1,136 @@
+"""A whole step as a GPU runs it, on a CPU: its sweeps through the real sweep.cu (emulated), its small kernels through
+Triton's interpreter, attention and the law as torch code."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from emulated_sweep import execute
+from soliton import Engine, SamplingParams
+from soliton.ops import device, embed, kda, linear, mla, moe, norm, rope, select, sweep
+
+TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton")
+
+
+def enter(
+    query: Tensor, q: Tensor, k_up: Tensor, cache: Tensor, kv: Tensor, weight: Tensor, turn: Tensor | None,
+    positions: Tensor, rows: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """mla_triton.enter as the calls that it stands for."""
+    latent = weight.shape[0]
+    linear.heads_reference(query[..., :latent], q[..., : k_up.shape[1]], k_up)
+    rope.reference(query[..., latent:], q[..., k_up.shape[1] :], turn)
+    c = torch.empty(q.shape[0], latent, dtype=query.dtype)
+    norm.reference(c, kv[:, :latent], weight, eps)
+    key = torch.empty(q.shape[0], 1, query.shape[2] - latent, dtype=query.dtype)
+    rope.reference(key, kv[:, latent:].unsqueeze(1), turn)
+    mla.store_reference(cache, c, key[:, 0], positions)
+
+
+def attend(out: Tensor, query: Tensor, cache: Tensor, positions: Tensor, rows: Tensor, scale: float) -> None:
+    if int(rows) > 0:
+        mla.attend_reference(out, query, cache, positions, rows, scale)
+
+
+def heads(out: Tensor, x: Tensor, w: Tensor, rows: Tensor, gate: Tensor | None = None) -> None:
+    linear.heads_reference(out, x, w)
+    if gate is not None:
+        mla.gate_reference(out, out, gate)
+
+
+def experts(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, shared_up: Any, shared_down: Any,
+    limit: float, shared_limit: float, rows: Tensor | None,
+) -> None:  # fmt: skip
+    """A prompt's experts over stacks as sweeps read them."""
+
+    def act(both: Tensor, most: float) -> Tensor:
+        made = torch.empty(both.shape[0], both.shape[1] // 2)
+        moe.swiglu_reference(made, both[:, 0::2], both[:, 1::2], most)
+        return made
+
+    wide = x.float()
+    total = act((wide @ shared_up.data.float())[:, : shared_up.outputs], shared_limit) @ shared_down.data.float()
+    for row in range(x.shape[0]):
+        for slot, expert in enumerate(ids[row].tolist()):
+            one = act(wide[row : row + 1] @ up[expert].float().t(), limit) @ down[expert].float().t()
+            total[row, : x.shape[1]] += weights[row, slot] * one[0]
+    out.copy_(total[:, : x.shape[1]])
+
+
+@pytest.fixture
+def case(shared_dir: Path) -> Path:
+    """A small checkpoint with heads of 128."""
+    return shared_dir / "conformance" / "ling-mini-128"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = select._choose_cuda
+    monkeypatch.setattr(select.bulk, "has_fla", lambda: False)
+    functions = {
+        "linear": linear.reference, "add": norm.add_reference, "kda.norm": norm.gated_reference, "moe": experts,
+        "mla.enter": enter, "mla.attend": attend, "mla.heads": heads, "embed": embed.reference, "norm": norm.reference,
+        "kda.prefill": kda.sweep_reference,
+    }  # fmt: skip
+
+    def choose() -> dict[str, select.Choice]:
+        return usual() | {op: select.Choice(op, "emulated", function, "") for op, function in functions.items()}
+
+    monkeypatch.setattr(select, "_choose_cuda", choose)
+    monkeypatch.setattr(device, "has_kernels", lambda device: True)
+    monkeypatch.setattr(sweep.Sweep, "__call__", lambda self: execute(self, self.live, grid=9))
+    for name in TRITON:
+        module = importlib.import_module(f"soliton.ops.{name}")
+        for word in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(module, word, lambda: None)
+
+
+PARAMS = (
+    SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+    SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, presence_penalty=0.5, logprobs=2),
+)
+
+
+def engine(case: Path, **settings: Any) -> Engine:
+    return Engine.load(str(case), device="cpu", threads=1, max_context=256, dtype="bfloat16", **settings)
+
+
+def prompt() -> list[int]:
+    return [(i * 37 + 11) % 240 for i in range(21)]
+
+
+@cache
+def answers(case: Path, which: int) -> list[int]:
+    """Of the CPU's own step."""
+    with engine(case, speculation="off") as plain:
+        return plain.generate(prompt(), PARAMS[which]).token_ids
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step(emulated: None, case: Path, steps: int, which: int) -> None:
+    drafts = {"speculation": "nextn", "speculative_num_steps": steps} if steps else {"speculation": "off"}
+    with engine(case, **drafts) as made:
+        got = made.generate(prompt(), PARAMS[which])
+    assert len(got.token_ids) == PARAMS[which].max_tokens
+    KEPT.setdefault(which, got.token_ids)
+    assert got.token_ids == KEPT[which], "drafts change nothing"
+    if got.logprobs:
+        assert all(-20 < one.logprob < 0 for one in got.logprobs)
+
+
+KEPT: dict[int, list[int]] = {}
+
+
+def test_its_tokens_are_the_cpus(case: Path) -> None:
+    """After the emulated steps, whose patches are gone. Near ties could part them; on this prompt there are none."""
+    for which, tokens in KEPT.items():
+        assert tokens == answers(case, which)
