@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -45,6 +45,51 @@ WORDS = {
 }
 
 
+WIDE = {
+    "bfloat16 routers": {"router_dtype": "float32"},
+    "bfloat16 head": {"lm_head_dtype": "float32"},
+}
+
+
+def measure_wide(model: str, rows: int, context: int, repeats: int) -> list[dict[str, Any]]:
+    """Routers or head in float32: products of their own, between the sweeps. A load for each."""
+    found = []
+    for what, settings in WIDE.items():
+        config = EngineConfig(
+            model=model, device="cuda", speculation="off", max_context=context + 1024, **cast(dict[str, Any], settings)
+        )
+        runtime = load_runtime(config, open_checkpoint(config.model), verify=rows)
+        params = SamplingParams(temperature=0.0).resolve({}, vocab=runtime.checkpoint.spec.vocab)
+        with torch.inference_mode():
+            step = Repeated(runtime, runtime.program(params), params, context)
+            times = sorted([step.time() for _ in range(repeats + 3)][3:])
+            found.append(_report(runtime, what, rows, times, read_bandwidth(runtime.parts.device)))
+        del step, runtime
+        _free()
+    return found
+
+
+def _free() -> None:
+    gc.unfreeze()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _report(runtime: Runtime, what: str, rows: int, times: list[float], bandwidth: float) -> dict[str, Any]:
+    report = {
+        "model": runtime.checkpoint.name,
+        "left_out": what,
+        "rows": rows,
+        "step_us": round(statistics.median(times), 1),
+        "spread_us": [round(times[0], 1), round(times[-1], 1)],
+        "read_tb_s": round(bandwidth, 3),
+        "device": device_name(runtime.parts.device),
+        "commit": commit(),
+    }
+    print(json.dumps(report), flush=True)
+    return report
+
+
 def measure(model: str, rows: int, context: int, repeats: int) -> list[dict[str, Any]]:
     """One report for each variant."""
     config = EngineConfig(model=model, device="cuda", speculation="off", max_context=context + 1024)
@@ -57,19 +102,7 @@ def measure(model: str, rows: int, context: int, repeats: int) -> list[dict[str,
         def keep(what: str, time: Callable[[Repeated], float], program: Any = None) -> None:
             step = Repeated(runtime, program or runtime.program(params), params, context)
             times = sorted([time(step) for _ in range(repeats + 3)][3:])
-            found.append(
-                {
-                    "model": model,
-                    "left_out": what,
-                    "rows": rows,
-                    "step_us": round(statistics.median(times), 1),
-                    "spread_us": [round(times[0], 1), round(times[-1], 1)],
-                    "read_tb_s": round(bandwidth, 3),
-                    "device": device_name(runtime.parts.device),
-                    "commit": commit(),
-                }
-            )
-            print(json.dumps(found[-1]), flush=True)
+            found.append(_report(runtime, what, rows, times, bandwidth))
 
         keep("nothing", Repeated.time)
         for name in fuse.TECHNIQUES:
@@ -123,13 +156,12 @@ def main() -> int:
         table.add_column(head)
     for model in args.models:
         reports = measure(model, args.rows, args.context, args.repeats)
+        _free()
+        reports += measure_wide(model, args.rows, args.context, args.repeats)
         whole = reports[0]["step_us"]
         for r in reports:
             spread = f"{r['spread_us'][0]:.0f} to {r['spread_us'][1]:.0f}"
             table.add_row(model, r["left_out"], str(r["step_us"]), spread, f"{r['step_us'] - whole:+.1f}")
-        gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
     Console(width=160).print(table)
     return 0
 

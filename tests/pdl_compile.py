@@ -25,6 +25,7 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     "norm_triton": {
         "_norm": ("*bf16 *bf16 *fp32 i32 i32 i32 fp32", {"BLOCK": 4096}),
         "_rows": ("*bf16 *i64 *bf16 i32 i32 i32", {"BLOCK": 4096}),
+        "_product": ("*fp32 *bf16 *fp32 i32 i32 i32 i32 i32", {"BLOCK_N": 16, "BLOCK_K": 256}),
     },
     "kda_triton": {
         "_chain": (

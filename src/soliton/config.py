@@ -62,6 +62,12 @@ class EngineConfig:
     dtype: str = setting(
         "type of weights and activations", default="auto", choices=("auto", "bfloat16", "float32", "float16")
     )
+    router_dtype: str = setting(
+        "type of the routers' weights; auto is dtype", default="auto", choices=("auto", "bfloat16", "float32")
+    )
+    lm_head_dtype: str = setting(
+        "type of the output head's weights; auto is dtype", default="auto", choices=("auto", "bfloat16", "float32")
+    )
     max_context: int | None = setting(
         f"longest prompt plus answer; the model's own limit, at most {DEFAULT_MAX_CONTEXT}, when unset",
         default=None,
@@ -201,6 +207,12 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
             f"does not have; use {' or '.join(DTYPES[kind])}"
         )
 
+    router, head = config.router_dtype, config.lm_head_dtype
+    if router == "auto":
+        router = decide("router_dtype", dtype, "as the other weights")
+    if head == "auto":
+        head = decide("lm_head_dtype", dtype, "as the other weights")
+
     speculation = _resolve_speculation(config, facts, decide)
     steps, rows = config.speculative_num_steps, config.speculative_num_draft_tokens
     if speculation == "nextn":
@@ -267,6 +279,8 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         config,
         device=device,
         dtype=dtype,
+        router_dtype=router,
+        lm_head_dtype=head,
         speculation=speculation,
         speculative_num_steps=steps,
         speculative_num_draft_tokens=rows,

@@ -180,7 +180,7 @@ def plan_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     assert config.prefill_chunk is not None
     return make_plan(
         checkpoint.spec,
-        weight_elements=_weight_elements(checkpoint, drafts > 0),
+        weight_elements=_weight_elements(checkpoint, drafts > 0, config),
         rows=max(drafts + 1, 2),
         drafts=drafts,
         max_context=config.max_context,
@@ -249,7 +249,14 @@ def load_runtime(
     if device.type == "cuda":
         hear_compiles()
     provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
-    builder = Builder(provider, device, dtype, merge_experts=choices["moe"].variant == "dense")
+    builder = Builder(
+        provider,
+        device,
+        dtype,
+        merge_experts=choices["moe"].variant == "dense",
+        router=DTYPES.get(config.router_dtype),
+        head=DTYPES.get(config.lm_head_dtype),
+    )
     weights = builder.model(spec, mtp=drafts > 0)
     stream = Stream(spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype)
     turn = turn_table(spec, positions_for(config.max_context), device)
@@ -313,9 +320,12 @@ class _Counted:
         return self._checkpoint.has(role)
 
 
-def _weight_elements(checkpoint: Checkpoint, mtp: bool) -> int:
+def _weight_elements(checkpoint: Checkpoint, mtp: bool, config: EngineConfig) -> int:
+    """In elements of the config's dtype as a device keeps it; a CPU keeps all in float32."""
+    wide = {"router": config.router_dtype, "head": config.lm_head_dtype}
+    double = {name for name, dtype in wide.items() if dtype == "float32" and config.device != "cpu"}
     return sum(
-        entry.numel
+        entry.numel * (2 if role.rpartition(".")[2] in double else 1)
         for role, entry in checkpoint.table.items()
         if checkpoint.has(role) and (mtp or not role.startswith("mtp."))
     )

@@ -529,3 +529,18 @@ def test_rows_of_a_table() -> None:
     out = poisoned(4, 2304)
     norm_triton.rows(out, ids, table)
     assert torch.equal(out, table[ids])
+
+
+@pytest.mark.parametrize("sizes", [(2304, 256), (1024, 20480), (200, 24)], ids=str)
+def test_product_with_float32_weights(sizes: tuple[int, int]) -> None:
+    from soliton.ops import norm_triton
+
+    inputs, outputs = sizes
+    x, w = rand(17, inputs), rand(outputs, inputs, seed=1, dtype=torch.float32).t()
+    out = poisoned(17, outputs, dtype=torch.float32)
+    norm_triton.product(out, x, w)
+    assert error(out, x.double() @ w.double()) < 1e-5
+    for rows in (1, 6):
+        few = poisoned(rows, outputs, dtype=torch.float32)
+        norm_triton.product(few, x[:rows], w)
+        assert torch.equal(few, out[:rows])

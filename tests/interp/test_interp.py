@@ -304,3 +304,17 @@ def test_a_sampled_verdict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draws.sampled(scratch, rest, ours, theirs if drafted else None, *state, *given, streams, ROLLING)
     for name in a.tensors():
         assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("sizes", [(300, 40), (64, 16)])
+def test_product_with_float32_weights(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from soliton.ops import norm_triton
+
+    for word in ("gdc_wait", "gdc_launch_dependents"):
+        monkeypatch.setattr(norm_triton, word, lambda: None)
+    inputs, outputs = sizes
+    x, w = torch.randn(3, inputs).to(torch.bfloat16), torch.randn(outputs, inputs).t()
+    out = torch.full((3, outputs + 8), float("nan"))
+    norm_triton.product(out[:, :outputs], x, w)
+    assert torch.allclose(out[:, :outputs].double(), x.double() @ w.double(), rtol=1e-5, atol=1e-4)
+    assert out[:, outputs:].isnan().all()

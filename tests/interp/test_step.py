@@ -4,6 +4,7 @@ Triton's interpreter, attention and the law as torch code."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,16 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = select._choose_cuda
     monkeypatch.setattr(select.bulk, "has_fla", lambda: False)
     functions = {
-        "linear": linear.reference, "add": norm.add_reference, "kda.norm": norm.gated_reference, "moe": experts,
+        "add": norm.add_reference, "kda.norm": norm.gated_reference, "moe": experts,
         "mla.enter": enter, "mla.attend": attend, "mla.heads": heads, "embed": embed.reference, "norm": norm.reference,
         "kda.prefill": kda.sweep_reference,
     }  # fmt: skip
 
     def choose() -> dict[str, select.Choice]:
-        return usual() | {op: select.Choice(op, "emulated", function, "") for op, function in functions.items()}
+        kept = usual()
+        replaced = {op: select.Choice(op, "emulated", function, "") for op, function in functions.items()}
+        replaced["linear"] = replace(kept["linear"], function=linear.reference)
+        return kept | replaced
 
     monkeypatch.setattr(select, "_choose_cuda", choose)
     monkeypatch.setattr(device, "has_kernels", lambda device: True)
@@ -125,6 +129,17 @@ def test_a_step(emulated: None, case: Path, steps: int, which: int) -> None:
     assert got.token_ids == KEPT[which], "drafts change nothing"
     if got.logprobs:
         assert all(-20 < one.logprob < 0 for one in got.logprobs)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_float32_routers_and_head(emulated: None, case: Path, steps: int) -> None:
+    """Products of their own between the sweeps; the weights of this checkpoint are bfloat16, so the tokens stay."""
+    drafts = {"speculation": "nextn", "speculative_num_steps": steps} if steps else {"speculation": "off"}
+    with engine(case, **drafts, router_dtype="float32", lm_head_dtype="float32") as made:
+        program = made._ready().program(PARAMS[0].resolve({}, vocab=made._ready().checkpoint.spec.vocab))
+        assert sum(e.op == "linear" for phase in program.phases for e in phase.tape.entries) >= 3
+        got = made.generate(prompt(), PARAMS[0])
+    assert got.token_ids == KEPT.get(0, got.token_ids)
 
 
 KEPT: dict[int, list[int]] = {}

@@ -239,6 +239,8 @@ class TestResolve:
         assert new == engine(
             device="cpu",
             dtype="float32",
+            router_dtype="float32",
+            lm_head_dtype="float32",
             speculation="nextn",
             speculative_num_steps=3,
             speculative_num_draft_tokens=4,

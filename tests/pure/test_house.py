@@ -45,6 +45,8 @@ PUBLIC_SETTINGS = [
     "speculative_num_draft_tokens",
     "device",
     "dtype",
+    "router_dtype",
+    "lm_head_dtype",
     "max_context",
     "run_ahead",
     "executor",

@@ -111,10 +111,21 @@ class ModelWeights:
 
 
 class Builder:
-    """Reads one model from a provider onto a device in a compute dtype; one tensor in memory twice at most."""
+    """Reads one model from a provider onto a device in a compute dtype, its routers and its head in ``router`` and
+    ``head`` where given; one tensor in memory twice at most."""
 
-    def __init__(self, provider: Provider, device: torch.device, dtype: torch.dtype, *, merge_experts: bool) -> None:
+    def __init__(
+        self,
+        provider: Provider,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        merge_experts: bool,
+        router: torch.dtype | None = None,
+        head: torch.dtype | None = None,
+    ) -> None:
         self._provider, self._device, self._dtype, self._merge = provider, device, dtype, merge_experts
+        self._router, self._head = router or dtype, head or dtype
 
     def model(self, spec: ModelSpec, *, mtp: bool) -> ModelWeights:
         """The whole model; ``mtp`` False leaves the MTP layer unread."""
@@ -125,7 +136,7 @@ class Builder:
             embed=embed,
             layers=tuple(self._layer(f"layers.{layer.index}.", layer) for layer in spec.layers),
             norm=self._vector("norm"),
-            head=self._pack("embed" if spec.tied else "head"),
+            head=self._pack("embed" if spec.tied else "head", dtype=self._head),
             mtp=self._mtp(spec.mtp) if mtp and spec.mtp is not None else None,
         )
 
@@ -135,8 +146,8 @@ class Builder:
     def _vector(self, role: str) -> Tensor:
         return self._get(role).float()
 
-    def _pack(self, *roles: str, paired: bool = False) -> Weight:
-        return pack([self._get(r) for r in roles], device=self._device, dtype=self._dtype, paired=paired)
+    def _pack(self, *roles: str, paired: bool = False, dtype: torch.dtype | None = None) -> Weight:
+        return pack([self._get(r) for r in roles], device=self._device, dtype=dtype or self._dtype, paired=paired)
 
     def _mtp(self, layer: LayerSpec) -> MtpWeights:
         return MtpWeights(
@@ -197,7 +208,7 @@ class Builder:
 
     def _moe(self, at: str, spec: MoeSpec) -> MoeWeights:
         at += "moe."
-        router, bias = self._pack(at + "router"), self._vector(at + "bias")
+        router, bias = self._pack(at + "router", dtype=self._router), self._vector(at + "bias")
         experts = [f"{at}experts.{e}." for e in range(spec.experts)]
         if self._merge:
             shared = f"{at}shared."

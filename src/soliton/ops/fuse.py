@@ -25,6 +25,11 @@ LEFT_OUT: set[str] = set()
 TECHNIQUES = ("kda", "signs", "heard", "route", "swiglu", "ahead", "head")
 
 
+def _alone(item: Any) -> bool:
+    """Whether no sweep takes this product: its weights are wider than its input."""
+    return item.op == "linear" and bool(item.args[2].data.dtype != item.args[1].dtype)
+
+
 class _Fuser:
     def __init__(self, entries: list[Any], live: Tensor | None, entry: Any) -> None:
         self.entries, self.live, self.entry = entries, live, entry
@@ -39,7 +44,8 @@ class _Fuser:
         for item in entries:
             for arg in item.args[1:]:
                 if isinstance(arg, Tensor):
-                    self.readers.setdefault(arg.data_ptr(), []).append((item.op, arg.numel()))
+                    name = "linear alone" if _alone(item) else item.op
+                    self.readers.setdefault(arg.data_ptr(), []).append((name, arg.numel()))
 
     def run(self) -> list[Any]:
         at = 0
@@ -53,7 +59,7 @@ class _Fuser:
                 self.norms[item.args[0].data_ptr()] = item
             elif item.op == "linear" and self._is_low(at):
                 at += 1  # made by the recurrence itself
-            elif item.op == "linear":
+            elif item.op == "linear" and not _alone(item):
                 at += self._linear(item, following)
             elif item.op == "router" and "route" in LEFT_OUT:
                 self._close()
@@ -89,7 +95,7 @@ class _Fuser:
     def _is_last(self, at: int) -> bool:
         """Whether after this norm only copies of it and one product of it follow: the target's head."""
         item, rest = self.entries[at], self.entries[at + 1 :]
-        if sorted(entry.op for entry in rest) != ["copy", "linear"] or item.args[1].shape[-1] > SLAB:
+        if sorted(e.op for e in rest) != ["copy", "linear"] or any(map(_alone, rest)) or item.args[1].shape[-1] > SLAB:
             return False
         out = item.args[0]
         return all(e.args[1].data_ptr() == out.data_ptr() and e.args[1].shape == out.shape for e in rest)

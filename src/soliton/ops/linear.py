@@ -47,7 +47,9 @@ def product(out: Tensor, x: Tensor, w: Tensor) -> None:
 
 def torch_product(out: Tensor, x: Tensor, w: Weight) -> None:
     """out[R, padded] = x @ w through torch's own product, for the many rows of a prompt on a GPU."""
-    if out.dtype == x.dtype:
+    if w.data.dtype != x.dtype:
+        out.copy_(torch.mm(x.float(), w.data.float()))
+    elif out.dtype == x.dtype:
         torch.mm(x, w.data, out=out)
     else:
         out.copy_(torch.mm(x, w.data, out_dtype=out.dtype))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from . import bound, bulk, embed, kda, linear, mla, moe, norm, rope, router
 from . import device as where
+from .weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,13 @@ def _launch(module: str, name: str) -> Callable[..., Callable[[], Any]]:
     return bind
 
 
+def _linear_alone(out: Tensor, x: Tensor, w: Weight) -> Callable[[], Any]:
+    """Of a recorded product that no sweep takes over: one with float32 weights."""
+    if w.data.dtype != torch.float32 or x.dtype == torch.float32:
+        return partial(linear.torch_product, out, x, w)
+    return _launch("norm_triton", "product")(out, x, w.data)
+
+
 def _attend_with_scratch(out: Tensor, query: Tensor, cache: Tensor, *rest: Any) -> Callable[[], Any]:
     kernels = importlib.import_module(f"{__package__}.mla_triton")
     scratch = kernels.scratch(query.shape[0], query.shape[1], out.shape[2], cache)
@@ -127,6 +135,7 @@ def _choose_cuda() -> dict[str, Choice]:
     chosen = {op: Choice(op, "torch", function, _TORCH) for op, function in prompt.items()}
     for op in ("linear", "router", "add", "swiglu", "kda.norm", "moe"):
         chosen[op] = Choice(op, "sweep", prompt[op], _SWEPT)
+    chosen["linear"] = Choice("linear", "sweep", prompt["linear"], _SWEPT, _linear_alone)
     chosen["kda.mix"] = Choice("kda.mix", "triton", bulk.mix, "one kernel for a prompt's rows")
     chosen["mla.read"] = Choice("mla.read", "sdpa", bulk.attend, "torch's attention for a prompt's rows")
     chosen["kda.recurrence"] = Choice(
