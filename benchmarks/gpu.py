@@ -1,8 +1,9 @@
 """Everything that needs a GPU in one go: the tests, then the numbers that docs/results.md shows, then their tables.
 
-    python benchmarks/gpu.py [tests|steps|ttft|all] [--models NAME ...] [--rows N ...] [--out DIR] [--limit SECONDS]
+    python benchmarks/gpu.py [tests|grids|steps|ttft|all] [--models NAME ...] [--rows N ...] [--out DIR] [--limit S]
 
-tests: pytest tests/gpu, stopped at the first failures; `all` measures only behind green tests.
+tests: pytest tests/gpu but its long grids, stopped at the first failures; `all` measures only behind green tests.
+grids: the long grids alone: 10 prompts, 512 tokens, every number of drafts and every depth.
 steps: `soliton measure step` for each model and number of rows, greedy, at a context of 8192, and a sampled one.
 ttft: `soliton measure ttft` for each model, a prompt of 8192 tokens.
 --out takes the JSON lines (steps.jsonl, ttft.jsonl). The last lines are the tables.
@@ -26,8 +27,9 @@ MODELS = ("synthetic:kimi-linear-48b", "synthetic:ling-3.0-tiny")
 SAMPLED = ("--temperature", "0.6", "--top-p", "0.95", "--top-k", "20")
 
 
-def run_tests(limit: float) -> bool:
+def run_tests(limit: float, chosen: str) -> bool:
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--maxfail=3", "--tb=short"]
+    command += ["-m", chosen]
     try:
         done = subprocess.run(command, cwd=ROOT, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -54,16 +56,16 @@ def measure(what: str, model: str, *words: str, limit: float) -> dict[str, Any] 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="all", choices=("tests", "steps", "ttft", "all"))
+    parser.add_argument("what", nargs="?", default="all", choices=("tests", "grids", "steps", "ttft", "all"))
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 6, 9, 17])
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all of it")
     args = parser.parse_args()
     ends = time.monotonic() + args.limit
-    if args.what in ("tests", "all"):
-        good = run_tests(ends - time.monotonic())
-        if not good or args.what == "tests":
+    if args.what in ("tests", "grids", "all"):
+        good = run_tests(ends - time.monotonic(), "full" if args.what == "grids" else "not full")
+        if not good or args.what != "all":
             return 0 if good else 1
     wanted: list[tuple[str, str, tuple[str, ...]]] = []
     for model in args.models:

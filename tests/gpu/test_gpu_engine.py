@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,31 +9,17 @@ import pytest
 import torch
 
 import helpers as h
-from soliton import Engine, SamplingParams
+from gpu_engines import FLASH, gpu, plain, prompts, same
+from soliton import SamplingParams
 from soliton.step.program import MODES
 
-FLASH = "synthetic:ling-3.0-flash?layers=6"
 STEPS, DEPTHS = (1, 2, 3, 4, 5), (0, 1, 2, 4)
-
-
-@functools.lru_cache(maxsize=3)
-def gpu(model: str, **settings: Any) -> Engine:
-    return Engine.load(model, device="cuda", max_context=1024, memory_budget="100GiB", **settings)
 
 
 @pytest.fixture(autouse=True)
 def _ends() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
-
-
-def prompts(model: str, count: int) -> list[list[int]]:
-    if model == "pebble":
-        tokenizer = gpu("pebble", speculation="off").checkpoint.tokenizer
-        assert tokenizer is not None
-        texts = [p["prompt"] for p in h.heldout() if "prompt" in p]
-        return [tokenizer.encode(t) for t in texts[:: len(texts) // count][:count]]
-    return h.prompts_of(150_000, tuple(5 + 11 * i for i in range(count)))
 
 
 def test_pebble_is_the_cpus() -> None:
@@ -47,21 +32,6 @@ def test_pebble_is_the_cpus() -> None:
         best = whole.max(-1).values
         chosen = whole.gather(1, torch.tensor(got).unsqueeze(1)).squeeze(1)
         assert float((best - chosen).max()) < 0.3, "every token is the CPU's choice or a near tie"
-
-
-@functools.cache
-def plain(model: str, tokens: int, count: int) -> list[Any]:
-    engine = gpu(model, speculation="off", run_ahead=0)
-    return [h.facts(engine.generate(p, h.greedy(tokens, logprobs=3))) for p in prompts(model, count)]
-
-
-def same(model: str, engine: Engine, tokens: int, count: int) -> float:
-    lengths: list[int] = []
-    for prompt, want in zip(prompts(model, count), plain(model, tokens, count), strict=True):
-        got = engine.generate(prompt, h.greedy(tokens, logprobs=3))
-        assert h.facts(got) == want
-        lengths += got.stats.accept_lengths[1:]
-    return sum(lengths) / max(len(lengths), 1)
 
 
 @pytest.mark.parametrize("steps", STEPS)
