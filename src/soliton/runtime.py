@@ -254,8 +254,8 @@ def load_runtime(
         device,
         dtype,
         merge_experts=choices["moe"].variant == "dense",
-        router=DTYPES.get(config.router_dtype),
-        head=DTYPES.get(config.lm_head_dtype),
+        router=DTYPES[config.router_dtype],
+        head=DTYPES[config.lm_head_dtype],
     )
     weights = builder.model(spec, mtp=drafts > 0)
     stream = Stream(spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype)

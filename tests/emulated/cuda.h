@@ -175,8 +175,8 @@ inline void far_store(unsigned long long* p, uint32_t block, unsigned long long 
 inline uint32_t cluster_rank() { return emulated::now->block; }
 inline void cluster_arrive(bool) { emulated::now->arrival = emulated::arrive(emulated::cluster); }
 inline void cluster_wait() { emulated::wait(emulated::cluster, emulated::now->arrival); }
-inline void launch_dependents() {}
-inline void grid_wait() {}
+inline void launch_next() {}
+inline void wait_for_previous() {}
 inline float load_float(const float* p) { return *p; }
 inline long long load_whole(const long long* p) { return *p; }
 inline void copy_in(uint32_t* to, const float* from) { memcpy(to, from, 4); }

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_cases import draw_logits
 from soliton.ops import law as kernel
 from soliton.ops.law import Law
 from soliton.sampling import law
@@ -86,23 +87,6 @@ def check(run: Run, logits: Tensor, vocab: int, sets: tuple[float, int, float, f
         held = torch.nn.functional.pad(mass(got.weights), (0, -vocab % kernel.CHUNK))
         assert torch.equal(got.masses, held.unflatten(1, (-1, kernel.CHUNK)).sum(-1))
         assert torch.equal(got.total, got.masses.sum(-1))
-
-
-def draw_logits(style: str, rows: int, vocab: int) -> Tensor:
-    wide = (rows, vocab + 5)
-    if style == "ties":
-        return torch.randint(-3, 4, wide).float()
-    if style == "equal":
-        return torch.full(wide, 0.7)
-    logits = torch.randn(wide) * 3
-    if style == "near":  # weights within one digit
-        logits = 1 + torch.randint(0, 60, wide).float() * 2.0**-20
-    if style == "peak":
-        logits[:, vocab // 3] += 20
-    if style == "masked":
-        logits[torch.rand(wide) < 0.7] = float("-inf")
-        logits[:, vocab - 1] = -0.0
-    return logits
 
 
 STYLES = ["smooth", "ties", "equal", "near", "peak", "masked"]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from emulated_sweep import execute
+from kernel_cases import error, recurrence
 from soliton.ops import fuse as fuse_module
-from soliton.ops import instructions, kda, moe, norm, router, sweep
+from soliton.ops import instructions, moe, norm, router, sweep
 from soliton.ops.fuse import fuse
 from soliton.ops.tape import Entry
 from soliton.ops.weight import Weight
@@ -43,11 +44,6 @@ def weight(outputs: int, inputs: int, seed: int = 1, paired: bool = False) -> We
 
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    got, want = got.double(), want.double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
 def rows_agree(make: Callable[[int, int], Tensor], rows: tuple[int, ...] = (1, 3, 9)) -> Tensor:
@@ -194,19 +190,7 @@ def test_recurrence(low: bool, law: Any) -> None:
     for rows in (1, 8, 9):
         for one, full in zip(run(rows, 5), (got, states, stats), strict=True):
             assert torch.equal(one, full[: len(one)])
-    mixed = poisoned(most, 3 * width)
-    kda.conv_reference(mixed, torch.cat([past, proj[:, : 3 * width]]), conv)
-    qk = poisoned(most, 2 * heads, 128, dtype=torch.float32)
-    kda.l2norm_reference(qk, mixed[:, : 2 * width].view(most, 2 * heads, 128), 1e-6, 128**-0.5)
-    decay, beta = poisoned(most, width, dtype=torch.float32), poisoned(most, heads, dtype=torch.float32)
-    kda.gates_reference(decay, beta, f, b, a, dt, law, -5.0)
-    chain = poisoned(most + 1, heads, 128, 128, dtype=torch.float32)
-    chain[0] = state
-    o = poisoned(most, heads, 128, dtype=torch.float32)
-    v = mixed[:, 2 * width :].view(most, heads, 128).float()
-    kda.chain_reference(
-        o, qk[:, :heads], qk[:, heads:], v, decay.view(most, heads, 128), beta, chain, torch.tensor([most])
-    )
+    o, chain = recurrence(proj, f, b, past, conv, a, dt, state, law)
     loose = 1e-2 if low else 1e-3
     assert error(states[1:], chain[1:]) < loose
     assert error(stats.sum(-1), o.square().sum(-1)) < loose * 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_cases import draw_logits
 from soliton.errors import UnsupportedError
 from soliton.ops import law as kernel
 from soliton.ops.chain import unchained
@@ -39,22 +40,8 @@ def fill(logits: Tensor, vocab: int, sets: Sets, live: int | None = None) -> Law
 
 
 def draw(style: str, rows: int, vocab: int) -> Tensor:
-    """Logits [rows, vocab + 5]: rows are not aligned to 16 bytes."""
     torch.manual_seed(vocab + rows)
-    wide = (rows, vocab + 5)
-    logits = torch.randn(wide) * 3
-    if style == "ties":
-        logits = torch.randint(-3, 4, wide).float()
-    if style == "equal":
-        logits = torch.full(wide, 0.7)
-    if style == "near":  # weights within one digit
-        logits = 1 + torch.randint(0, 60, wide).float() * 2.0**-20
-    if style == "peak":
-        logits[:, vocab // 3] += 20
-    if style == "masked":
-        logits[torch.rand(wide) < 0.7] = float("-inf")
-        logits[:, vocab - 1] = -0.0
-    return logits.cuda()
+    return draw_logits(style, rows, vocab).cuda()
 
 
 def mass(weights: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from soliton.ops import instructions, kda, mla, moe, norm, router, sweep
+from kernel_cases import error, recurrence
+from soliton.ops import instructions, mla, moe, norm, router, sweep
 from soliton.ops.weight import Weight, pack
 
 CUDA = torch.device("cuda")
@@ -34,11 +35,6 @@ def whole(number: int) -> Tensor:
 
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    got, want = got.double(), want.double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
 def launch(rows: int, live: Tensor | None, *items: sweep.Instruction) -> None:
@@ -344,17 +340,7 @@ def test_kda_step(heads: int, law: Any, variant: str) -> None:
         for at in (0, rows):
             got, states, _ = run(rows, at)
             assert torch.equal(got, full[:rows]) and torch.equal(states, post[:rows])
-    mixed = poisoned(most, 3 * width)
-    kda.conv_reference(mixed, torch.cat([past, proj[:, : 3 * width]]), conv)
-    qk = poisoned(most, 2 * heads, 128, dtype=torch.float32)
-    kda.l2norm_reference(qk, mixed[:, : 2 * width].view(most, 2 * heads, 128), 1e-6, 128**-0.5)
-    decay, beta = poisoned(most, width, dtype=torch.float32), poisoned(most, heads, dtype=torch.float32)
-    kda.gates_reference(decay, beta, f, b, a, dt, law, -5.0)
-    chain = poisoned(most + 1, heads, 128, 128, dtype=torch.float32)
-    chain[0] = state
-    o = poisoned(most, heads, 128, dtype=torch.float32)
-    v = mixed[:, 2 * width :].view(most, heads, 128).float()
-    kda.chain_reference(o, qk[:, :heads], qk[:, heads:], v, decay.view(most, heads, 128), beta, chain, whole(most))
+    o, chain = recurrence(proj, f, b, past, conv, a, dt, state, law)
     assert error(post, chain[1:]) < 1e-4 and error(full, o) < 4e-3
 
 

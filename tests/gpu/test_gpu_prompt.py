@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_cases import error
 from soliton import Engine
 from soliton.model.prefill import target_pass
 from soliton.ops import bulk, kda, moe, norm, router
@@ -25,11 +26,6 @@ def rand(*shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = BF
 
 def poisoned(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    got, want = got.double(), want.double()
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("count", COUNTS)

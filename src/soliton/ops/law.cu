@@ -41,9 +41,10 @@ struct Shared {
 static_assert(sizeof(Shared) <= SOLITON_FIXED, "law.py gives too little shared memory");
 
 #ifndef SOLITON_EMULATED  // a test brings its own of these and runs the rest on a CPU
+#include "chip.cuh"
+
 extern __shared__ __align__(16) unsigned char memory[];
 
-__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ u32 there(const void* p, u32 block) {  // the same place in another block of the cluster
     u32 at;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(smem(p)), "r"(block));
@@ -68,18 +69,6 @@ __device__ __forceinline__ void cluster_arrive(bool release) {
     else asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ float load_float(const float* from) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ i64 load_whole(const i64* from) {
-    i64 v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
-    return v;
-}
 __device__ __forceinline__ void copy_in(u32* to, const float* from) {  // rows need not be aligned to more than this
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem(to)), "l"(from) : "memory");
 }
@@ -287,7 +276,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     soliton_law(float* weights, i64* masses, i64* total, const float* logits, const float* temperature,
                 const i64* top_k, const float* top_p, const float* min_p, const i64* live, int vocab, int stride,
                 int parts, int bits) {
-    launch_dependents();
+    launch_next();
     Shared& S = *(Shared*)memory;
     u32* data = (u32*)(memory + SOLITON_FIXED);
     int t = threadIdx.x, lane = t % 32, warp = t / 32, row = blockIdx.x / CLUSTER;
@@ -297,7 +286,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (t == 0) S.top = S.digit = 0, S.inside = S.above = 0;
     __syncthreads();
     cluster_arrive(false);
-    grid_wait();
+    wait_for_previous();
     i64 rows = load_whole(live), wanted = load_whole(top_k);
     float heat = load_float(temperature), share = load_float(top_p), floor = load_float(min_p);
     cluster_wait();  // the other blocks are there

@@ -133,7 +133,7 @@ def _choose_cuda() -> dict[str, Choice]:
         "moe": bulk.experts,
     }
     chosen = {op: Choice(op, "torch", function, _TORCH) for op, function in prompt.items()}
-    for op in ("linear", "router", "add", "swiglu", "kda.norm", "moe"):
+    for op in ("router", "add", "swiglu", "kda.norm", "moe"):
         chosen[op] = Choice(op, "sweep", prompt[op], _SWEPT)
     chosen["linear"] = Choice("linear", "sweep", prompt["linear"], _SWEPT, _linear_alone)
     chosen["kda.mix"] = Choice("kda.mix", "triton", bulk.mix, "one kernel for a prompt's rows")

@@ -1,6 +1,7 @@
 // The chip's own instructions that CUDA C++ has no name for. tests/emulated has them for a CPU.
 
-__device__ __forceinline__ u32 smem(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#include "chip.cuh"
+
 __device__ __forceinline__ u32 pair(float low, float high) {
     u32 out;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -22,19 +23,9 @@ __device__ __forceinline__ uint2 load8(const u16* from) {
     asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
     return v;
 }
-__device__ __forceinline__ float load_float(const float* from) {
-    float v;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
-    return v;
-}
 __device__ __forceinline__ u16 load_half(const u16* from) {
     u16 v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ i64 load_whole(const i64* from) {
-    i64 v;
-    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
     return v;
 }
 __device__ __forceinline__ void mbar_init(u64* bar, u32 count) {
@@ -113,8 +104,6 @@ __device__ __forceinline__ void barriers_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // Registers of a thread, given back or taken by whole warpgroups.
 __device__ __forceinline__ void few_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 72;"); }
 __device__ __forceinline__ void many_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 216;"); }
