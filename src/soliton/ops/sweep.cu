@@ -19,19 +19,6 @@
 #include "sweep_route.cuh"
 #include "sweep_kda.cuh"
 
-// How the warps share pieces of some shape.
-struct Lie {
-    int blocks, teams, team, block, first, parts;  // first column of this warp's block, its 32-column parts
-
-    __device__ __forceinline__ void set(const Shape& s, int warp) {
-        blocks = s.blocks, teams = s.teams;
-        team = 0, block = warp;
-        while (block >= blocks) block -= blocks, ++team;
-        first = block * s.size;
-        parts = min_(s.size, s.width - first) / 32;
-    }
-};
-
 constexpr int HEADS = BLOCK / HEAD + 2;  // that a block can touch
 
 // Where the rows of one term's activations begin.
