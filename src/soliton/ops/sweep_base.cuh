@@ -149,9 +149,9 @@ __device__ __forceinline__ float adopt(u64* from) {  // and make room for the ne
     relaxed(from, 0);
     return __uint_as_float((u32)word);
 }
-// Whether a word of shared memory that one warp counts up has passed `count`.
+// Waits until a word of shared memory that one warp counts up has passed `count`; what is read next is read after it.
 __device__ __forceinline__ void passed(const volatile int& word, int count) {
-    while (word <= count) spin();
+    while (acquire(word) <= count) spin();
 }
 // Named barriers: 1 the multipliers, 2 with the reducer, 3 to 10 teams of multipliers.
 __device__ __forceinline__ void multipliers_sync() { meet(1, MULTIPLIERS); }

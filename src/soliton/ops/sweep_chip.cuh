@@ -87,6 +87,12 @@ __device__ __forceinline__ u32 acquire(const u32* from) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
     return seen;
 }
+// Of shared memory. A volatile read will not do: reads behind it may be made before it.
+__device__ __forceinline__ int acquire(const volatile int& word) {
+    int seen;
+    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(seen) : "r"(smem((const void*)&word)) : "memory");
+    return seen;
+}
 __device__ __forceinline__ u32 relaxed(const u32* from) {
     u32 seen;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");

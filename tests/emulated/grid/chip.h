@@ -241,6 +241,7 @@ inline void prefetch(const void* from, u32 bytes) {
     (void)sink;
 }
 inline void spin() { emulated::now->spins = true, emulated::leave(); }
+inline int acquire(const volatile int& word) { return word; }
 inline u64 relaxed(const u64* from) { return *from; }
 inline void relaxed(u64* to, u64 word) { *to = word; }
 inline void relaxed(u64 (&to)[2], const u64* from) { to[0] = from[0], to[1] = from[1]; }
