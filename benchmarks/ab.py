@@ -39,7 +39,6 @@ WORDS = {
     "signs": "the grid's barrier before the choice of experts",
     "route": "the choice of experts in a launch of its own",
     "swiglu": "SwiGLU of shared and dense parts in a kernel of its own",
-    "heard": "the barriers behind the recurrence and the experts' first product",
     "ahead": "the next launch's weights not brought into L2",
     "head": "last norm and head in launches of their own",
 }

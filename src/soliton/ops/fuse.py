@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .bulk import swiglu
-from .instructions import down, heard, kda, load_route, product, route, tagged, up
-from .sweep import HEAD, KDA, LIST, PRODUCT, ROUTE, SLAB, Instruction, Sweep
+from .instructions import down, kda, load_route, product, route, tagged, up
+from .sweep import HEAD, LIST, PRODUCT, ROUTE, SLAB, Instruction, Sweep
 
 
 def fuse(entries: list[Any], live: Tensor | None, *, entry: Any) -> list[Any]:
@@ -22,7 +22,7 @@ def fuse(entries: list[Any], live: Tensor | None, *, entry: Any) -> list[Any]:
 
 # Techniques left out of the steps recorded from now on, for measuring what each is worth; see benchmarks/ab.py.
 LEFT_OUT: set[str] = set()
-TECHNIQUES = ("kda", "signs", "heard", "route", "swiglu", "ahead", "head")
+TECHNIQUES = ("kda", "signs", "route", "swiglu", "ahead", "head")
 
 
 def _alone(item: Any) -> bool:
@@ -38,7 +38,6 @@ class _Fuser:
         self.norms: dict[int, Any] = {}  # address of a normed buffer -> the entry that would make it
         self.scales: dict[int, tuple[Tensor, float]] = {}  # address of a recurrence's opened output -> its norm
         self.words: Tensor | None = None  # logits on their way, for all layers
-        self.on_way: dict[str, Tensor] = {}
         self.low: tuple[Any, Any] | None = None  # products that the next recurrence makes itself
         self.readers: dict[int, list[tuple[str, int]]] = {}
         for item in entries:
@@ -83,14 +82,6 @@ class _Fuser:
             for one, after in itertools.pairwise(sweeps):
                 one.ahead = after
         return self.made
-
-    def _word(self, what: str, count: int) -> Tensor:
-        """Room for words on their way, for all layers."""
-        made = self.on_way.get(what)
-        if made is None or made.numel() < count:
-            device = self.entries[0].args[0].device
-            made = self.on_way[what] = torch.zeros(count, dtype=torch.int64, device=device)
-        return made
 
     def _is_last(self, at: int) -> bool:
         """Whether after this norm only copies of it and one product of it follow: the target's head."""
@@ -195,13 +186,7 @@ class _Fuser:
             self._put(rows, product(following.args[0], source, w, limit=following.args[3], **kind))
             return 1
         if following is not None and following.op == "add" and following.args[1].data_ptr() == out.data_ptr():
-            new = product(following.args[0], source, w, add=True, **kind)
-            before = self.open.instructions[-2:] if self.open is not None else []
-            if "heard" not in LEFT_OUT and len(before) == 2 and before[1].kind == KDA and "scaled" in kind:
-                heads = before[1].fields["n"]
-                words = self._word(f"heads {heads}", heads * (HEAD // 2 + 4))
-                heard(before[1], new, words, 1, before[0].fields["n"] // 8 if before[0].kind == PRODUCT else 0)
-            self._put(rows, new)
+            self._put(rows, product(following.args[0], source, w, add=True, **kind))
             return 1
         self._put(rows, product(out, source, w, **kind))
         return 0
@@ -225,11 +210,6 @@ class _Fuser:
             self._put(rows, load_route(ids, weights), second, third)
         elif self.open is not None and self.open.instructions[-1].kind == ROUTE:
             # the shared expert's weights arrive while the choice is made
-            if "heard" not in LEFT_OUT:
-                slots, width = act.shape[1], act.shape[2]
-                heard(second, third, self._word(f"act {slots * width}", slots * width // 2), 1, slots * width // 4)
-                first.fields["says"] = third.fields["heard2"] = self._word("shared", act_shared.shape[1] // 2)
-                third.fields["back2"] = 2
             self._put(rows, first, second, third)
         else:
             self._put(rows, first)

@@ -170,16 +170,3 @@ def tagged(scores: Instruction, choice: Instruction, words: Tensor) -> None:
     scores.writes[:] = [words]
     choice.fields |= {"logits": words, "x_stride": words.stride(0), "tagged": 1}
     choice.reads[:] = [words]
-
-
-def heard(made: Instruction, by: Instruction, words: Tensor, back: int, covers: int) -> None:
-    """Let ``by`` take its input from ``made`` word by word, not behind the grid's barrier, while there is one row.
-
-    made: a recurrence with its output gate, or experts' first product; by: the product ``back`` instructions later in
-    the same list. words: int64, one for two values and one for each of stats, which nothing else writes. covers: how
-    many shares of work lie between the last barrier and made: every block must have had one, or it could still read
-    what ``by`` goes on to write.
-    """
-    made.fields["says"] = words
-    by.fields |= {"heard": words, "back": back}
-    by.covers = covers

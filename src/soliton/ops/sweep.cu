@@ -26,8 +26,6 @@ struct Source {
     const u16* x;
     int stride, slot_stride;
     const u8* slot;  // of each row among its chosen experts' activations; null: rows of x themselves
-    const u64* heard;  // signed words of the same, and their sign; null: they are known to be there
-    u32 sign;
 };
 
 struct Raw {  // as `a` below, by rows; with one half also the squares of the heads that the block touches
@@ -40,7 +38,6 @@ struct Multiplier {
     u8* ring;
     int warp, lane, rows;
     int piece, buffer;  // number of the next piece, where its sums go
-    u32 epoch, sign;    // of the launch; of what the instruction at hand writes
     // The block of activations as the product takes it: [16 rows][32 columns][first or second product][a0 a1 a2 a3]. A
     // lane holds columns 32 j + 8 c .. + 7 (c = lane % 4) of rows lane / 4 and lane / 4 + 8.
     u32 a[TILES][PARTS][2][4];
@@ -55,17 +52,14 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ Source source(const Instr& I, int t) {
-        bool signs = HALVES == 1 && rows == 1 && I.heard != nullptr;
-        if (I.kind == DOWN && t < S.chosen) return {I.x, I.x_stride, I.slot_stride, S.slot[t], signs ? I.heard : nullptr, sign - I.back};
-        if (I.kind == DOWN) return {I.x2, I.x2_stride, 0, nullptr, signs ? I.heard2 : nullptr, sign - I.back2};
-        int first = I.kind == UP ? 0 : t * I.shape.width;
-        return {I.x + first, I.x_stride, 0, nullptr, signs ? I.heard + first / 2 : nullptr, sign - I.back};
+        if (I.kind == DOWN && t < S.chosen) return {I.x, I.x_stride, I.slot_stride, S.slot[t]};
+        if (I.kind == DOWN) return {I.x2, I.x2_stride, 0, nullptr};
+        return {I.x + (I.kind == UP ? 0 : t * I.shape.width), I.x_stride, 0, nullptr};
     }
 
     // The warp's block of a term's rows, on its way.
     __device__ __forceinline__ void look(Raw& raw, const Instr& I, const Lie& lie, int t) {
         Source s = source(I, t);
-        if (HALVES == 1 && s.heard != nullptr) return hear(raw, I, lie, t, s);
 #pragma unroll
         for (int h = 0; h < HALVES; ++h) {
             int row = h * 8 + lane / 4, place = 0;
@@ -80,47 +74,6 @@ struct Multiplier {
         if (HALVES == 1 && I.prologue == SCALED)
 #pragma unroll
             for (int i = 0; i < HEADS; ++i) raw.squares[i] = squares(I, lie, t, lane / 4, i);
-    }
-    // The same for one row, word by word as each comes with its sign.
-    __device__ __forceinline__ void hear(Raw& raw, const Instr& I, const Lie& lie, int t, const Source& s) {
-        const u64* from = s.heard + (lie.first + lane % 4 * 8) / 2;
-        if (s.slot != nullptr && s.slot[0] != 255) from += s.slot[0] * s.slot_stride / 2;
-        bool mine = lane < 4 && !(s.slot != nullptr && s.slot[0] == 255), all;
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h)
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) raw.x[h][j][0] = raw.x[h][j][1] = raw.x[h][j][2] = raw.x[h][j][3] = 0;
-        do {
-            all = true;
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j)
-                if (mine && j < lie.parts) {
-                    u64 one[2], two[2];
-                    relaxed(one, from + j * 16), relaxed(two, from + j * 16 + 2);
-                    raw.x[0][j][0] = (u32)one[0], raw.x[0][j][1] = (u32)one[1], raw.x[0][j][2] = (u32)two[0], raw.x[0][j][3] = (u32)two[1];
-                    all = all && (u32)(one[0] >> 32) == s.sign && (u32)(one[1] >> 32) == s.sign && (u32)(two[0] >> 32) == s.sign && (u32)(two[1] >> 32) == s.sign;
-                }
-            if (!all) spin();
-        } while (!all);
-        if (I.prologue == SCALED) {
-            int left = t * I.shape.width + lie.first, heads = I.k / HEAD;
-            const u64* sums = I.heard + I.k / 2;
-#pragma unroll
-            for (int i = 0; i < HEADS; ++i) {
-                int head = left / HEAD + i;
-                bool there = lane < 4 && head < heads && head * HEAD < left + lie.parts * 32;
-                float part[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-                for (int q = 0; q < 4; ++q)
-                    if (there) {
-                        u64 word;
-                        while ((u32)((word = relaxed(sums + head * 4 + q)) >> 32) != s.sign) spin();
-                        part[q] = __uint_as_float((u32)word);
-                    }
-                raw.squares[i] = make_float4(part[0], part[1], part[2], part[3]);
-            }
-        }
-        __syncwarp();
     }
     // Sums of squares, in parts, of the block's i-th head; zero where there is none.
     __device__ __forceinline__ float4 squares(const Instr& I, const Lie& lie, int t, int row, int i) {
@@ -234,9 +187,7 @@ struct Multiplier {
 
     __device__ __forceinline__ void multiply(const Instr& I, int number) {
         bool rms = I.prologue == RMS;
-        bool wait = waits(I, rows);
-        sign = epoch + number + 1;
-        if (wait) grid_arrive(S, number);
+        if (I.sync) grid_arrive(S, number);
         Share own(I, S);
         Lie lie;
         lie.set(I.shape, warp);
@@ -245,7 +196,7 @@ struct Multiplier {
                 S.lane.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
             __syncwarp();
         }
-        if (wait) grid_wait(S);
+        if (I.sync) grid_wait(S);
         if (warp == 0) MARK(S.grid.trace, number, 2);
         bool first = rms, any = own.begin < own.end, fresh = true, shared = I.kind != UP && own.terms == 1;
         if (warp >= I.shape.blocks * I.shape.teams && warp >= I.last.blocks * I.last.teams) {  // in no team
@@ -261,6 +212,7 @@ struct Multiplier {
             ahead = HALVES < 4 && there && own.terms > 1 && I.kind != UP ? t : -1;
             if (ahead >= 0) look(raw, I, lie, t);
         };
+        if (have < 0) foresee(lie.team);
 #pragma unroll 1
         for (bool more = first || any; more;) {
             Piece p = {};
@@ -363,9 +315,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (warp == 0 && lane < count && S.list[lane].kind == KDA) current = load_whole(S.list[lane].ids);
         if (live != nullptr) rows = (int)min((i64)rows, load_whole(live));
         if (rows > 0) {
-            Multiplier m{S, memory, warp, lane, rows, 0, 0, 0, 0};
+            Multiplier m{S, memory, warp, lane, rows, 0, 0};
             u32 epoch = *(volatile u32*)(counter + 1);
-            m.epoch = epoch;
             bool synced = false;
             if (threadIdx.x == 0) {
                 S.phase = relaxed(counter) >> 31;  // it stays until this block arrives
@@ -375,12 +326,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
             for (int i = 0; i < count; ++i) {
                 const Instr& I = S.list[i];
-                synced = synced || waits(I, rows);
+                synced = synced || I.sync;
                 if (warp == 0) MARK(trace, i, 0);
                 if (I.kind == ROUTE || I.kind == LOAD_ROUTE) {
                     route(I, S, rows, i, epoch + i);
                 } else if (I.kind == KDA) {
-                    kda(I, S, rows, i, epoch + i + 1);
+                    kda(I, S, rows, i);
                     m.forget();  // nothing has to be kept in registers meanwhile
                 } else if (I.kind != PREFETCH) m.multiply(I, i);
                 if (warp == 0) MARK(trace, i, 5);

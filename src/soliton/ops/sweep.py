@@ -29,7 +29,6 @@ FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after 
 MARKS = 8
 _POINTERS = (
     "w", "x", "out", "norm", "gate", "w2", "x2", "ids", "weights", "bias", "logits", "stats", "g", "up_f", "up_g",
-    "says", "heard", "heard2",
 )  # fmt: skip
 _COUNTS = (
     "kind", "prologue", "epilogue", "sync", "n", "k", "k2", "x_stride", "x2_stride", "out_stride", "gate_stride",
@@ -53,8 +52,6 @@ class _Packed(ctypes.Structure):
         ("last", _Shape),
         ("g_stride", ctypes.c_int32),
         ("tagged", ctypes.c_int32),
-        ("back", ctypes.c_int32),
-        ("back2", ctypes.c_int32),
         *((name, ctypes.c_float) for name in _FLOATS),
     ]
 
@@ -78,7 +75,6 @@ class Instruction:
     reads: list[Tensor]
     writes: list[Tensor]
     sync: bool = False
-    covers: int = 0  # shares of what it hears of word by word; with fewer than blocks the grid's barrier is waited for
     input: tuple[int, ...] | None = None  # what a norm makes of the input: equal ones need not be made again
 
     @property
@@ -102,8 +98,6 @@ class Instruction:
         values: dict[str, Any] = {"kind": self.kind, "sync": int(self.sync), "start": start, "terms": 1}
         for name, value in self.fields.items():
             values[name] = value.data_ptr() if isinstance(value, Tensor) else value
-        if self.covers < grid:
-            values |= {name: 0 for name in ("heard", "heard2") if name in values}
         for name, width in zip(("shape", "last"), self.widths(), strict=True):
             if width:
                 values[name] = _Shape(*shape_of(width))
@@ -162,9 +156,8 @@ class Sweep:
     def prepare(self) -> None:
         """Put the list into device memory."""
         device = self.instructions[0].reads[0].device
-        signed = any("tagged" in item.fields or "heard" in item.fields for item in self.instructions)
-        barrier = any(item.sync and "heard" not in item.fields for item in self.instructions)
-        assert barrier or not signed, "signs are of a launch with a barrier"
+        signed = any("tagged" in item.fields for item in self.instructions)
+        assert not signed or any(item.sync for item in self.instructions), "signs are of a launch with a barrier"
         grid = _processors(device)
         parts = [item.packed(start, grid) for item, start in self._starts(grid)]
         if self.ahead is not None and len(parts) < LIST:

@@ -52,12 +52,11 @@ struct Instr {
     const u16* g;
     const u16* up_f;
     const u16* up_g;
-    u64 *says, *heard, *heard2;  // signed words of the output, of x and of x2: with one row, instead of the grid's barrier
     int kind, prologue, epilogue, sync;
     int n, k, k2, x_stride, x2_stride, out_stride, gate_stride, slot_stride;
     int experts, topk, groups, top_groups, renormalize, start, terms, split;
     Shape shape, last;  // of every term, of the last one
-    int g_stride, tagged, back, back2;  // how many instructions before made x and x2
+    int g_stride, tagged;
     float eps, scaling, limit, spare2;
     // KDA reads them otherwise: x projections, gate forget rows, g output gates, x2 beta rows, w2 window (written too,
     // x2_stride a row), w convolution (float), norm a, bias dt_bias, weights states (written too, slot_stride a slot), ids
@@ -65,9 +64,6 @@ struct Instr {
     // forget rows and gates of `gate` and `g`, or null; n heads, k convolved channels, experts slots, groups 1 for the
     // bounded law, scaling its bound, limit the q scale.
 };
-
-// Whether an instruction waits for the whole grid.
-__device__ __forceinline__ bool waits(const Instr& I, int rows) { return I.sync && !(HALVES == 1 && rows == 1 && I.heard != nullptr); }
 
 struct Delta {  // rows of a chunk of one KDA item
     float q[CHUNK][HEAD], k[CHUNK][HEAD], d[CHUNK][HEAD];  // d: decays; forget rows before

@@ -57,9 +57,6 @@ __device__ __forceinline__ u64 relaxed(const u64* from) {
 __device__ __forceinline__ void relaxed(u64* to, u64 word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(word) : "memory");
 }
-__device__ __forceinline__ void relaxed(u64 (&to)[2], const u64* from) {
-    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(to[0]), "=l"(to[1]) : "l"(from) : "memory");
-}
 // Two neighbours += two values in bf16, rounded once, without waiting for what was there.
 __device__ __forceinline__ void add(u16* to, u32 values) {
     asm volatile("red.relaxed.gpu.global.add.noftz.bf16x2 [%0], %1;" ::"l"(to), "r"(values) : "memory");

@@ -49,7 +49,7 @@ __device__ __forceinline__ void lifted(float* to, int stride, const uint4 (&w)[4
     if (r < count) *(float2*)(to + r * stride + lane % 4 * 2) = make_float2(wide(half(c[0])), wide(half(c[1])));
 }
 
-__device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int number, u32 sign) {
+__device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int number) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Delta& D = S.delta;
     float* read = &S.partial[0][0][0][0];  // [2][DELTA_WARPS][READ]: what k, q read of the state, then their product
@@ -232,12 +232,6 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
                         for (int step = 1; step < 8; step *= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
                         u16* out = (u16*)I.out + (i64)row * I.out_stride + head * HEAD + first + value;
                         if (lane < 8) *(uint2*)out = make_uint2(pair(o[0] * open.x, o[1] * open.y), pair(o[2] * open.z, o[3] * open.w));
-                        if (I.says != nullptr && rows == 1) {
-                            u64* words = I.says + (head * HEAD + first + value) / 2;
-                            u64 high = (u64)sign << 32;
-                            if (lane < 8) relaxed(words, high | pair(o[0] * open.x, o[1] * open.y)), relaxed(words + 1, high | pair(o[2] * open.z, o[3] * open.w));
-                            if (lane == 0) relaxed(I.says + I.n * (HEAD / 2) + head * 4 + first / TILE, high | __float_as_uint(squares));
-                        }
                         if (lane == 0 && I.stats != nullptr) I.stats[((i64)row * I.n + head) * 4 + first / TILE] = squares;
                     }
                 }

@@ -335,14 +335,8 @@ struct Reducer {
             if (I.kind == UP || I.epilogue == SWIGLU) {
                 float rise = __shfl_down_sync(0xffffffffu, sum, 1);
                 int slot = I.kind == UP ? S.slot[p.term][row] : 0;
-                float made = swiglu(sum, rise, I.limit);
                 if (there && column % 2 == 0 && slot != 255)
-                    ((u16*)I.out)[(i64)row * I.out_stride + slot * I.slot_stride + n / 2] = half(made);
-                if (I.says != nullptr && rows == 1) {
-                    float next = __shfl_down_sync(0xffffffffu, made, 2);
-                    if (there && column % 4 == 0 && slot != 255)
-                        relaxed(I.says + (slot * I.slot_stride + n / 2) / 2, (u64)sign << 32 | pair(made, next));
-                }
+                    ((u16*)I.out)[(i64)row * I.out_stride + slot * I.slot_stride + n / 2] = half(swiglu(sum, rise, I.limit));
                 continue;
             }
             i64 to = (i64)row * I.out_stride + n;
@@ -366,7 +360,7 @@ struct Reducer {
         u32 epoch = *(const volatile u32*)S.grid.epoch;
         for (int i = 0; i < count; ++i) {
             const Instr& I = S.list[i];
-            if (waits(I, rows)) both_sync();
+            if (I.sync) both_sync();
             if (I.kind == ROUTE || I.kind == LOAD_ROUTE) {
                 both_sync();  // the tables are there
                 continue;

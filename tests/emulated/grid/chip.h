@@ -244,7 +244,6 @@ inline void spin() { emulated::now->spins = true, emulated::leave(); }
 inline int acquire(const volatile int& word) { return word; }
 inline u64 relaxed(const u64* from) { return *from; }
 inline void relaxed(u64* to, u64 word) { *to = word; }
-inline void relaxed(u64 (&to)[2], const u64* from) { to[0] = from[0], to[1] = from[1]; }
 inline u32 relaxed(const u32* from) { return *from; }
 inline u32 acquire(const u32* from) { return *from; }
 inline void count_up(u32* to, u32 by) { *to += by; }
