@@ -88,7 +88,7 @@ def test_sums_over_several_terms(outputs: int, inputs: int) -> None:
     assert error(rows_agree(make), before.double() + delta) < 4e-3
 
 
-EXPERTS = [(16, 4, 4, 2, 64, 32, 96), (32, 8, 1, 1, 96, 64, 64), (24, 8, 1, 1, 64, 64, 32)]
+EXPERTS = [(16, 4, 4, 2, 64, 32, 96), (8, 4, 1, 1, 64, 512, 512), (32, 8, 1, 1, 96, 64, 64), (24, 8, 1, 1, 64, 64, 32)]
 
 
 @pytest.mark.parametrize("sizes", EXPERTS, ids=str)

@@ -209,8 +209,12 @@ class _Fuser:
             )
             self._put(rows, load_route(ids, weights), second, third)
         elif self.open is not None and self.open.instructions[-1].kind == ROUTE:
-            # the shared expert's weights arrive while the choice is made
-            self._put(rows, first, second, third)
+            choice = self.open.instructions.pop()
+            if "tagged" in choice.fields:  # its words are on their way while the shared expert is multiplied
+                choice.fields["tagged"] = 2
+                self._put(rows, first, choice, second, third)
+            else:
+                self._put(rows, choice, first, second, third)
         else:
             self._put(rows, first)
             self._put(rows, load_route(ids, weights), second, third)

@@ -164,7 +164,8 @@ def kda(
 
 def tagged(scores: Instruction, choice: Instruction, words: Tensor) -> None:
     """Let a choice of experts wait for its logits word by word instead of for the grid. scores: the product right
-    before it, whose output only it reads; words: int64 [R, N], used by nothing else."""
+    before it, whose output only it reads; words: int64 [R, N], used by nothing else. (``tagged`` is how many
+    instructions before the choice it is: what is put between has to say so.)"""
     assert scores.fields["epilogue"] == STORE_FLOAT and choice.kind == ROUTE
     scores.fields |= {"out": words, "out_stride": words.stride(0), "epilogue": STORE_TAGGED}
     scores.writes[:] = [words]
