@@ -33,14 +33,6 @@ struct Raw {  // as `a` below, by rows; with one half also the squares of the he
     float4 squares[HEADS];
 };
 
-// Activations of experts that a team takes next, on their way into its warps' stages.
-struct Coming {
-    int at, term;         // the next piece to look at, the last term that was sent for
-    int terms, rows, put; // terms and rows of them that are in the stage or on their way to it, where the next row goes
-    u32 from;             // where each term's first row lies, the oldest in the lowest byte
-};
-constexpr int COMING = 4;  // terms at once
-
 struct Multiplier {
     Shared& S;
     u8* ring;
@@ -83,62 +75,6 @@ struct Multiplier {
 #pragma unroll
             for (int i = 0; i < HEADS; ++i) raw.squares[i] = squares(I, lie, t, lane / 4, i);
     }
-    // The rows that have activations of a term, a bit each.
-    __device__ __forceinline__ u32 takers(int t) const {
-        if (t == S.chosen) return rows == 32 ? 0xffffffffu : (1u << rows) - 1;
-        return __ballot_sync(0xffffffffu, lane < rows && S.slot[t][lane % ROWS] != 255);
-    }
-    // Sends for the activations of the terms that this team takes next, as far as the copier has said which and the stage
-    // has room. Every piece of DOWN is of other terms, and a row takes longer from L2 than a piece does to multiply.
-    __device__ __forceinline__ void send(Coming& c, const Instr& I, const Lie& lie) {
-        int issued = __shfl_sync(0xffffffffu, acquire(S.issued), 0), room = I.shape.room, row_size = I.shape.size / 8;
-        while (c.terms < COMING && c.at < issued) {
-            const Piece& p = S.queue[c.at % QUEUE];
-            int flags = p.flags;
-            if ((flags & LAST) && I.last.width != I.shape.width) break;  // lies otherwise among the warps
-            int part = lie.team - p.turn;
-            if (part < 0) part += lie.teams;
-            if (part < p.parts && lie.team < lie.teams) {
-                int term = flags & SEVERAL ? p.term + part : 0;
-                if (term != c.term) {
-                    u32 mask = takers(term);
-                    if (__popc(mask) > room - c.rows) break;
-                    Source s = source(I, term);
-                    c.from = (c.from & ~(255u << c.terms * 8)) | (u32)c.put << c.terms * 8;
-                    ++c.terms, c.rows += __popc(mask), c.term = term;
-                    for (; mask; mask &= mask - 1) {
-                        int row = __ffs(mask) - 1;
-                        const u16* from = s.x + (i64)row * s.stride + (s.slot != nullptr ? s.slot[row] * s.slot_stride : 0) + lie.first;
-                        for (int i = lane; i < lie.parts * 4; i += 32) copy16(&S.own[warp].stage[c.put * row_size + i], from + i * 8);
-                        if (++c.put == room) c.put = 0;
-                    }
-                    copies_made();
-                }
-            }
-            ++c.at;
-            if (flags & FINAL) c.at = 0x7fffffff;
-        }
-    }
-    // The oldest of them.
-    __device__ __forceinline__ void take(Raw& raw, Coming& c, const Instr& I, const Lie& lie, int t) {
-        copies_left(--c.terms);
-        __syncwarp();
-        u32 mask = takers(t);
-        int first = c.from & 255, room = I.shape.room, row_size = I.shape.size / 8;
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-            int row = h * 8 + lane / 4, at = first + __popc(mask & ((1u << row) - 1));
-            if (at >= room) at -= room;
-            const uint4* from = &S.own[warp].stage[at * row_size + lane % 4];
-#pragma unroll
-            for (int j = 0; j < PARTS; ++j) {
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if ((mask >> row & 1) && j < lie.parts) v = from[j * 4];
-                raw.x[h][j][0] = v.x, raw.x[h][j][1] = v.y, raw.x[h][j][2] = v.z, raw.x[h][j][3] = v.w;
-            }
-        }
-        c.from >>= 8, c.rows -= __popc(mask);
-    }
     // Sums of squares, in parts, of the block's i-th head; zero where there is none.
     __device__ __forceinline__ float4 squares(const Instr& I, const Lie& lie, int t, int row, int i) {
         int left = t * I.shape.width + lie.first, head = left / HEAD + i, heads = I.k / HEAD;
@@ -153,7 +89,7 @@ struct Multiplier {
         for (int h = 0; h < HALVES; ++h) sums[h] = 0.f;
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) {
-            uint4 w4 = S.own[warp].norm[j * 4 + lane % 4];
+            uint4 w4 = S.lane.norm[warp][j * 4 + lane % 4];
             u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
 #pragma unroll
             for (int h = 0; h < HALVES; ++h)
@@ -257,7 +193,7 @@ struct Multiplier {
         lie.set(I.shape, warp);
         if (rms) {  // the warp's columns of the norm's weights
             for (int i = lane; i < lie.parts * 4; i += 32)
-                S.own[warp].norm[i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
+                S.lane.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
             __syncwarp();
         }
         if (I.sync) grid_wait(S);
@@ -273,12 +209,10 @@ struct Multiplier {
         Raw raw = {};
         auto foresee = [&](int t) {  // the term that comes next for this team, if nothing has to be done otherwise for it
             bool there = t < own.terms - (I.last.width != I.shape.width);
-            ahead = HALVES < 4 && there && own.terms > 1 && I.kind == PRODUCT ? t : -1;
+            ahead = HALVES < 4 && there && own.terms > 1 && I.kind != UP ? t : -1;
             if (ahead >= 0) look(raw, I, lie, t);
         };
         if (have < 0) foresee(lie.team);
-        Coming coming = {piece, -1, 0, 0, 0, 0};
-        if (I.kind == DOWN && any) send(coming, I, lie);
 #pragma unroll 1
         for (bool more = first || any; more;) {
             Piece p = {};
@@ -296,19 +230,13 @@ struct Multiplier {
             }
             if (part >= 0) {
                 if (have != term) {
-                    bool came = coming.terms > 0;
-                    if (came) take(raw, coming, I, lie, term);
-                    else if (ahead != term) look(raw, I, lie, term);
+                    if (ahead != term) look(raw, I, lie, term);
                     if (rms) norm(raw, lie);  // in all blocks: what comes next may keep it
                     if (I.prologue == SCALED) scale(raw, I, lie, term);
                     keep(raw);
                     if (have < 0 && warp == 0) MARK(S.grid.trace, number, 3);
                     have = term;
-                    if (I.kind == DOWN) {
-                        if (!came) coming.at = more ? piece + 1 : 0x7fffffff, coming.term = term;
-                        if (!shared || I.last.width == I.shape.width) send(coming, I, lie);
-                    } else
-                        foresee(term + lie.teams);
+                    foresee(term + lie.teams);
                 }
                 if (first) {
                     first = false, more = any;

@@ -25,7 +25,6 @@ STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED = range(5)
 WARPS, BLOCK, HEAD, LIST, GROUPS, TOPK = 8, 320, 128, 32, 6, 8
 SLAB = WARPS * BLOCK  # most columns of a term
 PIECE = 32 * 1024  # bytes that a piece should have
-STAGE = 2048  # bytes of activations that a warp has on their way
 FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after its own
 MARKS = 8
 _POINTERS = (
@@ -41,7 +40,7 @@ _FLOATS = ("eps", "scaling", "limit", "spare2")
 class _Shape(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_int16) for name in ("width", "size")),
-        *((name, ctypes.c_uint8) for name in ("blocks", "teams", "per", "room")),
+        *((name, ctypes.c_uint8) for name in ("blocks", "teams", "per", "spare")),
     ]
 
 
@@ -57,15 +56,13 @@ class _Packed(ctypes.Structure):
     ]
 
 
-def shape_of(width: int) -> tuple[int, int, int, int, int, int]:
-    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most, rows of a block's
-    activations in a warp's stage) for terms so wide."""
+def shape_of(width: int) -> tuple[int, int, int, int, int]:
+    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most) for terms so wide."""
     blocks = -(-width // BLOCK)
     teams = WARPS // blocks
     blocks = min(WARPS // teams, -(-width // 32))  # the warps that a team can have: shorter blocks are sooner done
     size = -(-width // (32 * blocks)) * 32
-    per = max(1, min(teams, PIECE // (16 * width)))
-    return width, size, -(-width // size), teams, per, min(255, STAGE // (2 * size))
+    return width, size, -(-width // size), teams, max(1, min(teams, PIECE // (16 * width)))
 
 
 @dataclass(kw_only=True)
@@ -255,8 +252,8 @@ def _beside(halves: int) -> int:
     rows = halves * 8
     buffers = {1: 4, 2: 3, 4: 2}[halves]
     sums = buffers * WARPS * rows * 32 + GROUPS * rows * 32 + (WARPS + 1) * rows * 4
-    union = max(8 * (3 * HEAD + 2 * 32 + 1) * 4, WARPS * max(BLOCK * 2, STAGE))
-    return sums + union + rows * TOPK * (8 + 2 + 2 * rows + 1) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024
+    delta = 8 * (3 * HEAD + 2 * 32 + 2) * 4
+    return sums + delta + rows * TOPK * (8 + 2 + 2 * rows + 1) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024
 
 
 @functools.cache

@@ -22,7 +22,6 @@ constexpr int QUEUE = 32;   // pieces described ahead; no warp that reads them i
 constexpr int MOST = 16;    // pieces in the ring
 constexpr int TURNS = 840;  // what a piece's barriers count to: the teams that had a part in it share it evenly
 constexpr int GROUPS = 6;       // most groups that one block sums over several terms
-constexpr int STAGE = 2048;  // bytes
 constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 32;
 constexpr int TILE = 32, TAPS = 4, CHUNK = 8, DELTA_WARPS = WARPS;  // of a recurrence: values of an item, rows at once
 
@@ -34,7 +33,7 @@ enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED };
 // groups of 8 weight rows in a piece, no more than teams. Reckoned by the host: divisions are slow.
 struct Shape {
     short width, size;
-    u8 blocks, teams, per, room;  // room: rows of a block's activations that a warp's stage holds
+    u8 blocks, teams, per, spare;
 };
 
 struct Instr {
@@ -102,10 +101,10 @@ struct Shared {
     float stat[WARPS][ROWS], scale[ROWS];
     union {
         __align__(16) Delta delta;
-        union {
-            uint4 norm[BLOCK / 8];    // its columns of the norm's weights
-            uint4 stage[STAGE / 16];  // activations on their way
-        } own[WARPS];
+        struct {
+            uint4 norm[WARPS][BLOCK / 8];  // of each warp: its columns of the norm's weights
+            uint4 stage[WARPS][32];
+        } lane;
     };
     float weight[ROWS][TOPK];
     int id[ROWS][TOPK];

@@ -49,18 +49,6 @@ __device__ __forceinline__ void copy_in(u32 to, const void* from, u32 bytes, u64
             to), "l"(from), "r"(bytes), "r"(smem(bar)), "l"(0x12F0000000000000ull)  // evict first: read once a step
         : "memory");
 }
-// 16 bytes that others wrote into shared memory, by this thread's own copies in groups, which end in order.
-__device__ __forceinline__ void copy16(void* to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void copies_made() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most so many groups, fewer than 4, are on their way.
-__device__ __forceinline__ void copies_left(int groups) {
-    if (groups == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
-    else if (groups == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else if (groups == 2) asm volatile("cp.async.wait_group 2;" ::: "memory");
-    else asm volatile("cp.async.wait_group 3;" ::: "memory");
-}
 __device__ __forceinline__ u64 relaxed(const u64* from) {
     u64 word;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");

@@ -49,7 +49,6 @@ struct Warp {
     unsigned char values[2][LANES][64];
     int side[LANES];
 };
-struct Copy { u8* to; const u8* from; size_t bytes; Barrier* barrier; };
 struct Fiber {
     ucontext_t first;
     jmp_buf state;
@@ -57,9 +56,8 @@ struct Fiber {
     Meeting* waits = nullptr;
     uint64_t turn = 0;
     unsigned block, thread;
-    std::vector<Copy> started;  // 16 bytes each, in the group that is not yet made
-    std::vector<std::vector<Copy>> groups;
 };
+struct Copy { u8* to; const u8* from; size_t bytes; Barrier* barrier; };
 
 static std::vector<Fiber> fibers;
 static std::vector<Warp> warps;
@@ -213,12 +211,6 @@ inline u32 __reduce_min_sync(u32, u32 v) {
     return v;
 }
 
-inline u32 __ballot_sync(u32, bool v) {
-    auto all = emulated::exchange(v);
-    u32 bits = 0;
-    for (int i = 0; i < 32; ++i) bits |= (u32)given<bool>(all, i) << i;
-    return bits;
-}
 inline void load16(u32* to, const void* from) { memcpy(to, from, 16); }
 inline float4 load_floats(const float* from) { float4 v; memcpy(&v, from, 16); return v; }
 inline uint2 load8(const u16* from) { uint2 v; memcpy(&v, from, 8); return v; }
@@ -243,13 +235,6 @@ inline void mbar_wait(u64* bar, u32 parity) {
 }
 inline void copy_in(u32 to, const void* from, u32 bytes, u64* bar) {
     emulated::copies.push_back({emulated::block() + to, (const u8*)from, bytes, &emulated::barriers[bar]});
-}
-inline void copy16(void* to, const void* from) { emulated::now->started.push_back({(u8*)to, (const u8*)from, 16, nullptr}); }
-inline void copies_made() { emulated::now->groups.push_back(std::move(emulated::now->started)), emulated::now->started.clear(); }
-inline void copies_left(int groups) {  // no earlier than waited for
-    auto& all = emulated::now->groups;
-    for (; (int)all.size() > groups; all.erase(all.begin()))
-        for (emulated::Copy& c : all[0]) memcpy(c.to, c.from, c.bytes);
 }
 inline void prefetch(const void* from, u32 bytes) {
     volatile u8 sink = ((const u8*)from)[0] ^ ((const u8*)from)[bytes - 1];
