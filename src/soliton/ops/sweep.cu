@@ -198,6 +198,8 @@ struct Multiplier {
         }
         if (I.sync) grid_wait(S);
         if (warp == 0) MARK(S.grid.trace, number, 2);
+        int begun = piece, role = warp == 0 ? 0 : warp == 4 ? 5 : PIECES * STEPS;
+        auto step = [&](int n) { if (role < PIECES) STEP(S.grid.trace, number, piece - begun, role + n); };
         bool first = rms, any = own.begin < own.end, fresh = true, shared = I.kind != UP && own.terms == 1;
         if (warp >= I.shape.blocks * I.shape.teams && warp >= I.last.blocks * I.last.teams) {  // in no team
             passed(S.ended, number);
@@ -229,6 +231,7 @@ struct Multiplier {
                 if (p.flags & SEVERAL) term = p.term + part;
             }
             if (part >= 0) {
+                if (!first) step(0);
                 if (have != term) {
                     if (ahead != term) look(raw, I, lie, term);
                     if (rms) norm(raw, lie);  // in all blocks: what comes next may keep it
@@ -242,9 +245,11 @@ struct Multiplier {
                     first = false, more = any;
                     continue;
                 }
+                step(1);
                 passed(S.reduced, piece - BUFFERS);
                 mbar_wait(&S.full[piece % QUEUE], piece / QUEUE & 1);
                 if (fresh && warp == 0) MARK(S.grid.trace, number, 4);
+                step(2);
                 fresh = false;
                 int width = shared ? I.last.width : I.shape.width, odd = width % 64 == 0 ? lane / 4 & 1 : 0;
                 const u8* from = ring + p.offset + part * p.span * width * 16 + lane / 4 * width * 2 + lie.first * 2 + lane % 4 * 16;
@@ -257,8 +262,10 @@ struct Multiplier {
                     else if (lie.parts == 6) group<6>(to, from, 6, odd);
                     else group<0>(to, from, lie.parts, odd);
                 }
+                step(3);
                 if (lie.blocks > 1) meet(3 + lie.team, lie.blocks * 32);
                 else __syncwarp();
+                step(4);
                 if (lie.block == 0 && lane == 0) {
                     mbar_arrive(&S.empty[piece % QUEUE], p.share);
                     mbar_arrive(&S.ready[buffer], p.share);
@@ -287,12 +294,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
         for (int i = 0; i < QUEUE; ++i) mbar_init(&S.full[i], 1), mbar_init(&S.empty[i], TURNS);
         for (int i = 0; i < BUFFERS; ++i) mbar_init(&S.ready[i], TURNS);
-        S.reduced = S.issued = S.ended = 0;
+        S.reduced.set(0), S.issued.set(0), S.ended.set(0), S.landed.set(0);
         S.grid = {counter, counter + 1, carry, trace};
         mbar_init(&S.tables, 1);
         barriers_made();
     }
     __syncthreads();
+    WHERE(trace);
     launch_next();
     // A multiplier holds its block of activations: the registers that the other roles do not need are theirs.
     if (warp >= WARPS) {

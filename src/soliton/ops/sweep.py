@@ -26,7 +26,7 @@ WARPS, BLOCK, HEAD, LIST, GROUPS, TOPK = 8, 320, 128, 32, 6, 8
 SLAB = WARPS * BLOCK  # most columns of a term
 PIECE = 32 * 1024  # bytes that a piece should have
 FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after its own
-MARKS = 8
+MARKS, PIECES, STEPS = 8, 32, 12
 _POINTERS = (
     "w", "x", "out", "norm", "gate", "w2", "x2", "ids", "weights", "bias", "logits", "stats", "g", "up_f", "up_g",
 )  # fmt: skip
@@ -118,7 +118,8 @@ class Sweep:
     live: Tensor | None
     instructions: list[Instruction] = field(default_factory=list)
     ahead: Sweep | None = None  # the launch after this one in the step, with others between
-    trace: Tensor | None = None  # int64 [processors, LIST, MARKS], see benchmarks/sweep_trace.py
+    trace: Tensor | None = None  # int64 of ``traced`` words, see benchmarks/sweep_trace.py
+    finely: bool = False  # whether it holds times of pieces too
     _table: Tensor | None = None
     _count: int = 0
 
@@ -193,7 +194,7 @@ class Sweep:
         assert table is not None
         device = table.device
         halves = halves_of(self.rows)
-        kernel, (counter, carry) = _kernel(device, halves, self.trace is not None), _common(device)
+        kernel, (counter, carry) = _kernel(device, halves, int(self.trace is not None) + self.finely), _common(device)
         args = (
             (table.data_ptr(), POINTER),
             (self._count, INTEGER),
@@ -242,9 +243,9 @@ def halves_of(rows: int) -> int:
     return next(h for h in HALVES if rows <= 8 * h)
 
 
-def defines(halves: int, trace: bool = False) -> dict[str, int]:
+def defines(halves: int, trace: int = 0) -> dict[str, int]:
     """The constants that sweep.cu is compiled with for up to ``halves`` * 8 rows."""
-    return {"SOLITON_HALVES": halves, "SOLITON_TRACE": int(trace)}
+    return {"SOLITON_HALVES": halves, "SOLITON_TRACE": trace}
 
 
 def _beside(halves: int) -> int:
@@ -257,5 +258,5 @@ def _beside(halves: int) -> int:
 
 
 @functools.cache
-def _kernel(device: torch.device, halves: int, trace: bool = False) -> Kernel:
+def _kernel(device: torch.device, halves: int, trace: int = 0) -> Kernel:
     return Kernel("sweep.cu", "soliton_sweep", defines=defines(halves, trace), shared=SHARED, device=device)

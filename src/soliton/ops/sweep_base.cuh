@@ -88,6 +88,13 @@ struct Piece {
 };
 enum Flag { FINAL = 1, LAST = 2, SEVERAL = 4, ADOPTS = 8, HANDS = 16, WEIGHED = 32 };
 
+// A word of shared memory that one warp counts up and others wait for, with `passed` alone: what is read behind a plain or
+// volatile read of it may be read before it.
+struct Count {
+    __device__ __forceinline__ void set(int to) { *(volatile int*)&word = to; }
+    int word;
+};
+
 struct Shared {
     Grid grid;
     u64 full[QUEUE], empty[QUEUE], ready[BUFFERS], tables;
@@ -113,8 +120,9 @@ struct Shared {
     u8 slot[CHOSEN][ROWS];  // of an expert in a row's choice; 255: not chosen
     u8 who[CHOSEN][ROWS], many[CHOSEN];  // the rows that chose an expert, ascending, and how many; with several rows
     int chosen;
-    volatile int issued, ended;  // pieces that are in the queue, instructions whose pieces all are
-    volatile int reduced;        // pieces whose partial sums have been read
+    Count landed;         // instructions up to the last recurrence whose input is there
+    Count issued, ended;  // pieces that are in the queue, instructions whose pieces all are
+    Count reduced;        // pieces whose partial sums have been read
 };
 constexpr int READ = 2 * TILE + 4;  // floats that a warp of a recurrence leaves for a row
 static_assert(BUFFERS * WARPS * ROWS * 8 >= 2 * DELTA_WARPS * READ, "sums of a recurrence");
@@ -124,8 +132,21 @@ static_assert(BUFFERS * WARPS * ROWS * 8 >= 2 * DELTA_WARPS * READ, "sums of a r
 constexpr int MARKS = 8;
 #define MARK(trace, i, n) \
     if (threadIdx.x % 32 == 0 && (trace) != nullptr) (trace)[((i64)blockIdx.x * LIST + (i)) * MARKS + (n)] = clock64()
+// The multiprocessor of a block: where a last instruction's last time would be.
+#define WHERE(trace) \
+    if (threadIdx.x == 0 && (trace) != nullptr) (trace)[((i64)blockIdx.x * LIST + LIST - 1) * MARKS + MARKS - 1] = processor()
 #else
 #define MARK(trace, i, n)
+#define WHERE(trace)
+#endif
+// With 2 also those of each piece, behind them: [block][LIST][PIECES][STEPS], by two multipliers of 5 and the reducer.
+constexpr int PIECES = 32, STEPS = 12;
+#if SOLITON_TRACE > 1
+#define STEP(trace, i, piece, n) \
+    if (threadIdx.x % 32 == 0 && (trace) != nullptr && (piece) < PIECES) \
+    (trace)[(i64)gridDim.x * LIST * MARKS + (((i64)blockIdx.x * LIST + (i)) * PIECES + (piece)) * STEPS + (n)] = clock64()
+#else
+#define STEP(trace, i, piece, n) (void)(piece)
 #endif
 
 __device__ __forceinline__ int min_(int a, int b) { return a < b ? a : b; }
@@ -145,9 +166,9 @@ __device__ __forceinline__ float adopt(u64* from) {  // and make room for the ne
     relaxed(from, 0);
     return __uint_as_float((u32)word);
 }
-// Waits until a word of shared memory that one warp counts up has passed `count`; what is read next is read after it.
-__device__ __forceinline__ void passed(const volatile int& word, int count) {
-    while (acquire(word) <= count) spin();
+// Waits until it has passed `count`.
+__device__ __forceinline__ void passed(const Count& c, int count) {
+    while (acquire(c.word) <= count) spin();
 }
 // Named barriers: 1 the multipliers, 2 with the reducer, 3 to 10 teams of multipliers.
 __device__ __forceinline__ void multipliers_sync() { meet(1, MULTIPLIERS); }

@@ -84,10 +84,10 @@ __device__ __forceinline__ u32 acquire(const u32* from) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
     return seen;
 }
-// Of shared memory. A volatile read will not do: reads behind it may be made before it.
-__device__ __forceinline__ int acquire(const volatile int& word) {
+// Of shared memory.
+__device__ __forceinline__ int acquire(const int& word) {
     int seen;
-    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(seen) : "r"(smem((const void*)&word)) : "memory");
+    asm volatile("ld.acquire.cta.shared::cta.s32 %0, [%1];" : "=r"(seen) : "r"(smem(&word)) : "memory");
     return seen;
 }
 __device__ __forceinline__ u32 relaxed(const u32* from) {
@@ -101,6 +101,11 @@ __device__ __forceinline__ u32 dynamic_shared() {
     u32 bytes;
     asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
     return bytes;
+}
+__device__ __forceinline__ u32 processor() {
+    u32 number;
+    asm("mov.u32 %0, %%smid;" : "=r"(number));
+    return number;
 }
 // Barriers that were made are seen by the copy engine too.
 __device__ __forceinline__ void barriers_made() {

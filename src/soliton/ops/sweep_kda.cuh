@@ -34,15 +34,21 @@ __device__ __forceinline__ void lift(uint4 (&w)[4], const u16* from, int lane) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) w[j] = __ldg((const uint4*)(from + lane / 4 * HEAD + j * 32 + lane % 4 * 8));
 }
-// Those outputs for the rows of a chunk, rounded.
-__device__ __forceinline__ void lifted(float* to, int stride, const uint4 (&w)[4], const u16* x, i64 x_stride, int count, int lane) {
+// The rows of a chunk that they are multiplied with.
+__device__ __forceinline__ void low_rows(u32 (&v)[4][4], const u16* x, i64 x_stride, int count, int lane) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        v[j][0] = v[j][1] = v[j][2] = v[j][3] = 0;
+        if (lane / 4 < count) load16(v[j], x + lane / 4 * x_stride + j * 32 + lane % 4 * 8);
+    }
+}
+// Those outputs, rounded.
+__device__ __forceinline__ void lifted(float* to, int stride, const uint4 (&w)[4], const u32 (&v)[4][4], int count, int lane) {
     int r = lane / 4;
     float c[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        u32 v[4] = {0, 0, 0, 0};
-        if (r < count) load16(v, x + r * x_stride + j * 32 + lane % 4 * 8);
-        u32 one[4] = {v[0], 0, v[1], 0}, two[4] = {v[2], 0, v[3], 0};
+        u32 one[4] = {v[j][0], 0, v[j][1], 0}, two[4] = {v[j][2], 0, v[j][3], 0};
         product(c, one, w[j].x, w[j].y);
         product(c, two, w[j].z, w[j].w);
     }
@@ -122,12 +128,15 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
                     lift(w[0], up_f, lane), lift(w[1], up_f + 8 * HEAD, lane);
                     if (warp < TILE / 8) lift(w[2], up_g, lane);
                 }
-                const u16 *f = I.gate + (i64)base * I.gate_stride, *g = I.g + (i64)base * I.g_stride;
-                lifted(&D.d[0][warp * 16], HEAD, w[0], f, I.gate_stride, count, lane);
-                lifted(&D.d[0][warp * 16 + 8], HEAD, w[1], f, I.gate_stride, count, lane);
-                if (warp < TILE / 8) lifted(&D.open[0][warp * 8], TILE, w[2], g, I.g_stride, count, lane);
+                u32 f[4][4], g[4][4];  // all on their way before the first is used
+                low_rows(f, I.gate + (i64)base * I.gate_stride, I.gate_stride, count, lane);
+                low_rows(g, I.g + (i64)base * I.g_stride, I.g_stride, warp < TILE / 8 ? count : 0, lane);
+                lifted(&D.d[0][warp * 16], HEAD, w[0], f, count, lane);
+                lifted(&D.d[0][warp * 16 + 8], HEAD, w[1], f, count, lane);
+                if (warp < TILE / 8) lifted(&D.open[0][warp * 8], TILE, w[2], g, count, lane);
                 multipliers_sync();
             }
+            if (base == 0 && turn == 0 && warp == 0) MARK(S.grid.trace, number, 3);
             // this step's projections, for the window of the next
             u16* window = (u16*)I.w2 + (i64)(row + TAPS - 1) * I.x2_stride;
             if (of_q) {
@@ -168,6 +177,8 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
             }
             if (chains) {
                 multipliers_sync();
+                if (threadIdx.x == 0) S.landed.set(number + 1);  // the copier goes on
+                if (base == 0 && turn == 0 && warp == 0) MARK(S.grid.trace, number, 4);
 #pragma unroll 1
                 for (int r = 0; r < count; ++r) {
                     int row = base + r;
@@ -239,5 +250,6 @@ __device__ __forceinline__ void kda(const Instr& I, Shared& S, int rows, int num
             if (base + CHUNK < rows || item + (int)gridDim.x < items) multipliers_sync();  // the tables are written again
         }
     }
+    if (threadIdx.x == 0) S.landed.set(number + 1);
     multipliers_sync();
 }

@@ -173,7 +173,7 @@ struct Copier {
         if (lane == 0) {
             S.queue[at] = p;
             __threadfence_block();
-            S.issued = pieces + 1;
+            S.issued.set(pieces + 1);
             mbar_expect(&S.full[at], bytes * p.parts);
         }
         __syncwarp();
@@ -217,11 +217,20 @@ struct Copier {
 
     __device__ void run(int count) {
         bool waiting = false;
+        int recurs = 0;  // past the last recurrence that nothing was brought for since
         for (int i = 0; i < count && !frozen; ++i) {
             const Instr& I = S.list[i];
             if (I.kind == ROUTE || I.kind == LOAD_ROUTE) waiting = true;
             else if (I.kind == PREFETCH) foresee(I);
-            else if (I.kind != KDA) {
+            else if (I.kind == KDA) recurs = i + 1;
+            else {
+                if (recurs) {  // weights on their way would keep its input waiting, and there is time for them behind it
+                    look();
+                    if (frozen) break;
+                    passed(S.landed, recurs - 1);
+                    __syncwarp();
+                    recurs = 0;
+                }
                 if (waiting && I.kind != PRODUCT) {
                     look();
                     if (frozen) break;
@@ -243,7 +252,7 @@ struct Copier {
             if (lane == 0) {
                 S.ends[i] = pieces;
                 __threadfence_block();
-                S.ended = i + 1;
+                S.ended.set(i + 1);
             }
         }
         look();
@@ -293,8 +302,9 @@ struct Reducer {
         return sum;
     }
 
-    __device__ __forceinline__ bool piece(const Instr& I, int place, u32 sign) {
+    __device__ __forceinline__ bool piece(const Instr& I, int place, u32 sign, int number, int begun) {
         mbar_wait(&S.ready[at], parity);
+        STEP(S.grid.trace, number, taken - begun, 10);
         const Piece p = S.queue[taken % QUEUE];
         bool normed = I.prologue == RMS || I.prologue == KEEP, last = p.flags & LAST, several = p.flags & SEVERAL;
         bool adopts = p.flags & ADOPTS;
@@ -350,8 +360,9 @@ struct Reducer {
             }
         }
         __syncwarp();
+        STEP(S.grid.trace, number, taken - begun, 11);
         ++taken;
-        if (lane == 0) S.reduced = taken;
+        if (lane == 0) S.reduced.set(taken);
         if (++at == BUFFERS) at = 0, parity ^= 1;
         return !(p.flags & FINAL);
     }
@@ -368,8 +379,9 @@ struct Reducer {
             if (I.kind == KDA || I.kind == PREFETCH) continue;
             if (I.prologue == RMS) stale = true;
             Share own(I, S);
+            int begun = taken;
             if (own.begin < own.end)
-                while (piece(I, own.place, epoch + i + 1)) {}
+                while (piece(I, own.place, epoch + i + 1, i, begun)) {}
         }
     }
 };

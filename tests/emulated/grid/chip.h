@@ -241,7 +241,7 @@ inline void prefetch(const void* from, u32 bytes) {
     (void)sink;
 }
 inline void spin() { emulated::now->spins = true, emulated::leave(); }
-inline int acquire(const volatile int& word) { return word; }
+inline int acquire(const int& word) { return *(const volatile int*)&word; }
 inline u64 relaxed(const u64* from) { return *from; }
 inline void relaxed(u64* to, u64 word) { *to = word; }
 inline u32 relaxed(const u32* from) { return *from; }
