@@ -16,7 +16,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -29,7 +29,7 @@ from soliton.measure.step import Repeated, commit, device_name
 from soliton.ops import fuse
 from soliton.ops.chain import unchained
 from soliton.runtime import Runtime, load_runtime
-from soliton.sampling.params import SamplingParams
+from soliton.sampling.params import Resolved, SamplingParams
 from soliton.speculation.verify import Mode
 from soliton.step import executor
 from soliton.step.program import build
@@ -54,11 +54,7 @@ def measure_wide(model: str, rows: int, context: int, repeats: int) -> list[dict
     """Routers or head in float32: products of their own, between the sweeps. A load for each."""
     found = []
     for what, settings in WIDE.items():
-        config = EngineConfig(
-            model=model, device="cuda", speculation="off", max_context=context + 1024, **cast(dict[str, Any], settings)
-        )
-        runtime = load_runtime(config, open_checkpoint(config.model), verify=rows)
-        params = SamplingParams(temperature=0.0).resolve({}, vocab=runtime.checkpoint.spec.vocab)
+        runtime, params = _loaded(model, rows, context, **settings)
         with torch.inference_mode():
             step = Repeated(runtime, runtime.program(params), params, context)
             times = sorted([step.time() for _ in range(repeats + 3)][3:])
@@ -66,6 +62,12 @@ def measure_wide(model: str, rows: int, context: int, repeats: int) -> list[dict
         del step, runtime
         _free()
     return found
+
+
+def _loaded(model: str, rows: int, context: int, **settings: Any) -> tuple[Runtime, Resolved]:
+    config = EngineConfig(model=model, device="cuda", speculation="off", max_context=context + 1024, **settings)
+    runtime = load_runtime(config, open_checkpoint(config.model), verify=rows)
+    return runtime, SamplingParams(temperature=0.0).resolve({}, vocab=runtime.checkpoint.spec.vocab)
 
 
 def _free() -> None:
@@ -91,9 +93,7 @@ def _report(runtime: Runtime, what: str, rows: int, times: list[float], bandwidt
 
 def measure(model: str, rows: int, context: int, repeats: int) -> list[dict[str, Any]]:
     """One report for each variant."""
-    config = EngineConfig(model=model, device="cuda", speculation="off", max_context=context + 1024)
-    runtime = load_runtime(config, open_checkpoint(config.model), verify=rows)
-    params = SamplingParams(temperature=0.0).resolve({}, vocab=runtime.checkpoint.spec.vocab)
+    runtime, params = _loaded(model, rows, context)
     found: list[dict[str, Any]] = []
     with torch.inference_mode():
         bandwidth = read_bandwidth(runtime.parts.device)

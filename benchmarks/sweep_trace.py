@@ -122,7 +122,7 @@ def shown(number: int, sweep: Sweep, hertz: float, grid: int) -> Table:
     middle = lambda t: f"{float(t.median()):.2f}"  # noqa: E731
     for i, item in enumerate(sweep.instructions):
         f, m = item.fields, marks[:, i]
-        begun = m[:, 2]
+        begun = torch.where(m[:, 2] > 0, m[:, 2], m[:, 0])
         input_ = torch.where(m[:, 3] > 0, m[:, 3], begun)
         arrival = torch.where(m[:, 4] > 0, m[:, 4], input_)
         megabytes = f["n"] * f["k"] * 2 / 1e6 if "k" in f and item.kind != 5 else 0
@@ -132,7 +132,8 @@ def shown(number: int, sweep: Sweep, hertz: float, grid: int) -> Table:
         cells = [middle(m[:, 0] - zero), middle(own), middle(waits), late]
         cells += [middle(input_ - begun), middle(arrival - input_)]
         cells += [middle(m[:, 5] - arrival), middle(m[:, 5] - m[:, 0])]
-        cells += [middle(m[:, c] - zero) if bool((m[:, c] > 0).any()) else "" for c in (6, 7)]
+        brought = [(m[:, c] - zero)[m[:, c] > 0] for c in (6, 7)]  # a block may have no piece
+        cells += [middle(t) if len(t) else "" for t in brought]
         name = f"{'|' if item.sync else ' '}{NAMES[item.kind]}"
         table.add_row(name, str(f.get("n", "")), str(f.get("k", "")), f"{megabytes:.1f}", *cells)
     return table

@@ -153,15 +153,9 @@ def _route(ids, weights, logits, bias, ld, scaling, E: tl.constexpr, GROUPS: tl.
 
 
 def route(
-    ids: Tensor,
-    weights: Tensor,
-    logits: Tensor,
-    bias: Tensor,
-    groups: int,
-    top_groups: int,
-    renormalize: bool,
+    ids: Tensor, weights: Tensor, logits: Tensor, bias: Tensor, groups: int, top_groups: int, renormalize: bool,
     scaling: float,
-) -> None:
+) -> None:  # fmt: skip
     """See ops.router.reference; logits are left alone, ids and weights contiguous."""
     count, k = ids.shape
     experts = bias.shape[0]

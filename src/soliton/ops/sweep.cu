@@ -89,7 +89,7 @@ struct Multiplier {
         for (int h = 0; h < HALVES; ++h) sums[h] = 0.f;
 #pragma unroll
         for (int j = 0; j < PARTS; ++j) {
-            uint4 w4 = S.lane.norm[warp][j * 4 + lane % 4];
+            uint4 w4 = S.norm[warp][j * 4 + lane % 4];
             u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
 #pragma unroll
             for (int h = 0; h < HALVES; ++h)
@@ -193,7 +193,7 @@ struct Multiplier {
         lie.set(I.shape, warp);
         if (rms) {  // the warp's columns of the norm's weights
             for (int i = lane; i < lie.parts * 4; i += 32)
-                S.lane.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
+                S.norm[warp][i] = __ldg((const uint4*)((const u16*)I.norm + lie.first) + i);
             __syncwarp();
         }
         if (I.sync) grid_wait(S);

@@ -86,7 +86,7 @@ struct Piece {
     u8 parts, span, turn, flags;  // turn: the first part's team
     int share, spare[3];          // of TURNS: a team's
 };
-enum Flag { FINAL = 1, LAST = 2, SEVERAL = 4, ADOPTS = 8, HANDS = 16, WEIGHED = 32 };
+enum Flag { FINAL = 1, LAST = 2, SEVERAL = 4, ADOPTS = 8, HANDS = 16 };
 
 // A word of shared memory that one warp counts up and others wait for, with `passed` alone: what is read behind a plain or
 // volatile read of it may be read before it.
@@ -108,10 +108,7 @@ struct Shared {
     float stat[WARPS][ROWS], scale[ROWS];
     union {
         __align__(16) Delta delta;
-        struct {
-            uint4 norm[WARPS][BLOCK / 8];  // of each warp: its columns of the norm's weights
-            uint4 stage[WARPS][32];
-        } lane;
+        uint4 norm[WARPS][BLOCK / 8];  // of each warp: its columns of the norm's weights
     };
     float weight[ROWS][TOPK];
     int id[ROWS][TOPK];
