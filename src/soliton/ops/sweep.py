@@ -24,7 +24,8 @@ PLAIN, RMS, SCALED, KEEP = range(4)
 STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED = range(5)
 WARPS, BLOCK, HEAD, LIST, GROUPS, TOPK = 8, 320, 128, 32, 6, 8
 SLAB = WARPS * BLOCK  # most columns of a term
-PIECE = 32 * 1024  # bytes that a piece should have
+PIECE, SPAN = 32 * 1024, 48 * 1024  # bytes that a piece should have; where sums are over several terms
+UNITS = 12  # sums of 8 weight rows and a warp's block that a piece leaves at most
 FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after its own
 MARKS, PIECES, STEPS = 8, 32, 12
 _POINTERS = (
@@ -56,13 +57,16 @@ class _Packed(ctypes.Structure):
     ]
 
 
-def shape_of(width: int) -> tuple[int, int, int, int, int]:
-    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most) for terms so wide."""
+def shape_of(width: int, several: bool) -> tuple[int, int, int, int, int]:
+    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most) for terms so wide.
+
+    several: a team takes more than one group of a term at once, or several teams take a term each."""
     blocks = -(-width // BLOCK)
     teams = WARPS // blocks
     blocks = min(WARPS // teams, -(-width // 32))  # the warps that a team can have: shorter blocks are sooner done
     size = -(-width // (32 * blocks)) * 32
-    return width, size, -(-width // size), teams, max(1, min(teams, PIECE // (16 * width)))
+    most, piece = (UNITS // blocks, SPAN) if several else (teams, PIECE)
+    return width, size, -(-width // size), teams, max(1, min(most, piece // (16 * width)))
 
 
 @dataclass(kw_only=True)
@@ -100,7 +104,7 @@ class Instruction:
             values[name] = value.data_ptr() if isinstance(value, Tensor) else value
         for name, width in zip(("shape", "last"), self.widths(), strict=True):
             if width:
-                values[name] = _Shape(*shape_of(width))
+                values[name] = _Shape(*shape_of(width, self.spans))
         if self.kind == PRODUCT:
             values["terms"] = -(-self.fields["k"] // SLAB)
         if self.kind == DOWN or values["terms"] > 1:
@@ -252,7 +256,7 @@ def _beside(halves: int) -> int:
     """What sweep.cu's Shared takes, rounded up; the kernel traps when it is too little."""
     rows = halves * 8
     buffers = {1: 4, 2: 3, 4: 2}[halves]
-    sums = buffers * WARPS * rows * 32 + GROUPS * rows * 32 + (WARPS + 1) * rows * 4
+    sums = buffers * UNITS * rows * 32 + GROUPS * rows * 32 + (WARPS + 1) * rows * 4
     delta = 8 * (3 * HEAD + 2 * 32 + 2) * 4
     return sums + delta + rows * TOPK * (8 + 2 + 2 * rows + 1) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024
 

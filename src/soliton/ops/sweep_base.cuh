@@ -15,6 +15,7 @@ typedef long long i64;
 constexpr int HALVES = SOLITON_HALVES;  // most rows over 8
 constexpr int ROWS = HALVES * 8, TILES = (HALVES + 1) / 2;
 constexpr int WARPS = 8, BLOCK = 320, PARTS = BLOCK / 32, HEAD = 128;
+constexpr int UNITS = 12;  // sums of 8 weight rows and a warp's block that a piece leaves at most
 constexpr int THREADS = (WARPS + 4) * 32;  // two warpgroups that multiply, one for the other roles
 constexpr int MULTIPLIERS = WARPS * 32;
 constexpr int BUFFERS = HALVES == 1 ? 4 : HALVES == 2 ? 3 : 2;  // of partial sums
@@ -30,7 +31,8 @@ enum Prologue { PLAIN, RMS, SCALED, KEEP };
 enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED };
 
 // How a term of `width` columns lies among the warps: blocks of `size` columns, teams of so many warps, and at most `per`
-// groups of 8 weight rows in a piece, no more than teams. Reckoned by the host: divisions are slow.
+// groups of 8 weight rows in a piece, no more than teams where sums are of one term. Reckoned by the host: divisions are
+// slow.
 struct Shape {
     short width, size;
     u8 blocks, teams, per, spare;
@@ -103,7 +105,7 @@ struct Shared {
     int ends[LIST];  // pieces up to the end of each instruction
     int current;     // the committed slot of the recurrences' states
     __align__(16) Instr list[LIST];
-    __align__(16) float partial[BUFFERS][WARPS][ROWS][8];  // in a recurrence: sums of its warps
+    __align__(16) float partial[BUFFERS][UNITS][ROWS][8];  // in a recurrence: sums of its warps
     float total[GROUPS][ROWS][8];
     float stat[WARPS][ROWS], scale[ROWS];
     union {
@@ -122,7 +124,7 @@ struct Shared {
     Count reduced;        // pieces whose partial sums have been read
 };
 constexpr int READ = 2 * TILE + 4;  // floats that a warp of a recurrence leaves for a row
-static_assert(BUFFERS * WARPS * ROWS * 8 >= 2 * DELTA_WARPS * READ, "sums of a recurrence");
+static_assert(BUFFERS * UNITS * ROWS * 8 >= 2 * DELTA_WARPS * READ, "sums of a recurrence");
 
 // Times of one launch, for benchmarks/sweep_trace.py: [block][LIST][MARKS] clock cycles of the block's multiprocessor.
 #if SOLITON_TRACE

@@ -18,18 +18,18 @@ struct Share {
 
 // The pieces of this block in order. UP: an equal share of all chosen experts' groups. Else every term over the block's
 // own groups, whose sums stay here. With `split` the shares are equal in terms, so a block may begin in the midst of a
-// group's terms (its tail, taken last) and end in the midst of another's (its head, taken with the whole groups). A sum is
-// handed from the block with the head to the block with the tail, so terms are always added in one order.
+// group's terms (its tail) and end in the midst of another's (its head): its groups of a term lie together, with the tail
+// from some term on and with the head up to some term. A sum is handed from the block with the head to the block with the
+// tail, so terms are always added in one order.
 struct Walk {
     const Instr& I;
     const Shared& S;
-    int terms, groups;      // of a sum, of a term; UP: chosen experts
-    int first, begin, end;  // group with the tail or first whole one; whole groups
-    int tail, head;         // the first term of the tail, terms of the head; 0 without
+    int terms, groups;  // of a sum, of a term; UP: chosen experts
+    int first, end;     // group with the tail or first whole one; the first that is not whole
+    int tail, head;     // the first term of the tail, terms of the head; 0 without
     int term, group, turn, left;
-    bool late;  // in the tail
 
-    __device__ Walk(const Instr& I, const Shared& S) : I(I), S(S), term(0), turn(0), late(false) {
+    __device__ Walk(const Instr& I, const Shared& S) : I(I), S(S), term(0), turn(0) {
         Share own(I, S);
         groups = own.groups, terms = own.terms;
         tail = head = left = 0;
@@ -43,9 +43,11 @@ struct Walk {
                 first = own.begin / terms, end = own.end / terms;
                 tail = own.begin - first * terms, head = own.end - end * terms;
             }
-            group = begin = first + (tail > 0);
+            group = low();
         }
     }
+    __device__ __forceinline__ int low() const { return first + (term < tail); }  // groups of this term
+    __device__ __forceinline__ int high() const { return end + (term < head); }
     __device__ __forceinline__ void step(int teams, int by) {
         turn += by;
         while (turn >= teams) turn -= teams;
@@ -61,23 +63,13 @@ struct Walk {
             if ((group += count) == groups) group = 0, ++term;
             return true;
         }
-        if (!late) {
-            while (group >= end + (term < head)) {
-                if (++term >= terms) {
-                    late = true;
-                    term = tail;
-                    break;
-                }
-                group = begin;
-                step(I.shape.teams, 1);
-            }
-        }
-        if (late) {
-            if (tail == 0 || term >= terms) return false;
-            group = first;
+        while (group >= high()) {
+            if (++term >= terms) return false;
+            group = low();
+            step(I.shape.teams, 1);
         }
         const Shape& shape = term + 1 == terms ? I.last : I.shape;
-        int there = late ? 1 : end + (term < head) - group, flags = 0;
+        int there = high() - group;
         p.group = group, p.term = (short)term, p.turn = (u8)turn;
         if (terms == 1) {
             int count = min_(shape.per, there);
@@ -86,29 +78,24 @@ struct Walk {
             group += count;
             return true;
         }
-        int span = min_(shape.per, there), many = 1;
+        int span = min_(shape.per, there), many = 1, flags = SEVERAL;
         if (term + 1 == terms) {
             if (turn >= shape.teams) p.turn = (u8)(turn = 0);
-        } else if ((late || group == begin) && span == there) {  // several terms of the same groups
-            int until = !late && term < head ? head : terms;
-            if (until == terms && I.last.width != I.shape.width) --until;
-            many = min_(shape.per / span, until - term);
+        } else if (group == low() && span == there) {  // several terms of the same groups
+            int until = terms - (I.last.width != I.shape.width);
+            if (term < tail) until = min_(until, tail);
+            if (term < head) until = min_(until, head);
+            many = min_(min_(shape.per / span, shape.teams), until - term);
         }
         int after = term + many;
-        flags = SEVERAL;
         if (after == terms) flags |= LAST;
-        if (late && term == tail) flags |= ADOPTS;
-        if (!late && after == head && group + span > end) flags |= HANDS;  // its last group is the head
+        if (tail > 0 && term == tail && group == first) flags |= ADOPTS;  // its first group is the tail
+        if (after == head && group + span > end) flags |= HANDS;          // its last group is the head
         p.kept = (short)(group - first);
         p.parts = (u8)many, p.span = (u8)span, p.flags = (u8)flags;
-        if (late) {
-            term = after;
-            step(shape.teams, many);
-        } else {
-            term = after - 1;
-            group += span;
-            if (many > 1) step(shape.teams, many - 1);
-        }
+        term = after - 1;
+        group += span;
+        if (many > 1) step(shape.teams, many - 1);
         return true;
     }
     // The weights of a term from a group on, and the columns of a row of them.
@@ -307,7 +294,7 @@ struct Reducer {
         STEP(S.grid.trace, number, taken - begun, 10);
         const Piece p = S.queue[taken % QUEUE];
         bool normed = I.prologue == RMS || I.prologue == KEEP, last = p.flags & LAST, several = p.flags & SEVERAL;
-        bool adopts = p.flags & ADOPTS;
+        bool adopts = p.flags & ADOPTS;  // its first group
         if (normed && stale) scales(I);
         int blocks = last ? I.last.blocks : I.shape.blocks, groups = several ? p.span : p.parts;
         // In the midst of the experts' terms only the rows that chose this one have something to add.
@@ -321,7 +308,7 @@ struct Reducer {
             float sum = 0.f;
             if (several) {
                 float* kept = &S.total[p.kept + (there ? group : 0)][row][column];
-                if (adopts && there) sum = adopt(S.grid.carry + ((i64)(place - 1) * ROWS + row) * 8 + column);
+                if (adopts && there && group == 0) sum = adopt(S.grid.carry + ((i64)(place - 1) * ROWS + row) * 8 + column);
                 else if (p.term) sum = *kept;
 #pragma unroll 1
                 for (int q = 0; q < p.parts; ++q) {
