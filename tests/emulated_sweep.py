@@ -40,11 +40,11 @@ def library(halves: int) -> Any:
 
 def execute(made: sweep.Sweep, live: torch.Tensor | None = None, grid: int = 5, seed: int = 0) -> None:
     """One launch. live: int64 [1] or None."""
-    parts = [item.packed(start, grid) for item, start in made._starts(grid)]
+    halves = sweep.halves_of(made.rows)
+    parts = [item.packed(start, grid, halves) for item, start in made._starts(grid)]
     if made.ahead is not None:
         parts += made.ahead.foreseen(grid)[: sweep.LIST - len(parts)]
     counter, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(grid, 32, 8, dtype=torch.int64)
-    halves = sweep.halves_of(made.rows)
     size = (sweep.SHARED - sweep._beside(halves)) // 128 * 128
     places = [ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in (live, counter, carry)]
     run = library(halves).run

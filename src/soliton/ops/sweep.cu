@@ -263,10 +263,9 @@ struct Multiplier {
                     else group<0>(to, from, lie.parts, odd);
                 }
                 step(3);
-                if (lie.blocks > 1) meet(3 + lie.team, lie.blocks * 32);
-                else __syncwarp();
+                __syncwarp();
                 step(4);
-                if (lie.block == 0 && lane == 0) {
+                if (lane == 0) {
                     mbar_arrive(&S.empty[piece % QUEUE], p.share);
                     mbar_arrive(&S.ready[buffer], p.share);
                 }

@@ -24,8 +24,7 @@ PLAIN, RMS, SCALED, KEEP = range(4)
 STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED = range(5)
 WARPS, BLOCK, HEAD, LIST, GROUPS, TOPK = 8, 320, 128, 32, 6, 8
 SLAB = WARPS * BLOCK  # most columns of a term
-PIECE, SPAN = 32 * 1024, 48 * 1024  # bytes that a piece should have; where sums are over several terms
-UNITS = 12  # sums of 8 weight rows and a warp's block that a piece leaves at most
+UNITS = 16  # sums of 8 weight rows and a warp's block that a piece leaves at most
 FORESEEN = 192 * 1024  # bytes that a block brings into L2 for the launch after its own
 MARKS, PIECES, STEPS = 8, 32, 12
 _POINTERS = (
@@ -57,16 +56,14 @@ class _Packed(ctypes.Structure):
     ]
 
 
-def shape_of(width: int, several: bool) -> tuple[int, int, int, int, int]:
-    """(width, columns of a warp's block, blocks, teams, groups of 8 rows in a piece at most) for terms so wide.
-
-    several: a team takes more than one group of a term at once, or several teams take a term each."""
+def shape_of(width: int, halves: int) -> tuple[int, int, int, int, int]:
+    """(width, columns of a warp's block, blocks, teams, groups of 8 weight rows of a piece) for terms so wide."""
     blocks = -(-width // BLOCK)
     teams = WARPS // blocks
     blocks = min(WARPS // teams, -(-width // 32))  # the warps that a team can have: shorter blocks are sooner done
     size = -(-width // (32 * blocks)) * 32
-    most, piece = (UNITS // blocks, SPAN) if several else (teams, PIECE)
-    return width, size, -(-width // size), teams, max(1, min(most, piece // (16 * width)))
+    blocks = -(-width // size)
+    return width, size, blocks, teams, max(1, min(UNITS // blocks, PIECE[halves] * 64 // width))
 
 
 @dataclass(kw_only=True)
@@ -97,14 +94,14 @@ class Instruction:
         width = -(-k // (terms * HEAD)) * HEAD
         return width, k - (terms - 1) * width
 
-    def packed(self, start: int, grid: int) -> bytes:
+    def packed(self, start: int, grid: int, halves: int) -> bytes:
         """The bytes of the struct for so many blocks; ``start``: which of them takes the first share."""
         values: dict[str, Any] = {"kind": self.kind, "sync": int(self.sync), "start": start, "terms": 1}
         for name, value in self.fields.items():
             values[name] = value.data_ptr() if isinstance(value, Tensor) else value
         for name, width in zip(("shape", "last"), self.widths(), strict=True):
             if width:
-                values[name] = _Shape(*shape_of(width, self.spans))
+                values[name] = _Shape(*shape_of(width, halves))
         if self.kind == PRODUCT:
             values["terms"] = -(-self.fields["k"] // SLAB)
         if self.kind == DOWN or values["terms"] > 1:
@@ -164,7 +161,8 @@ class Sweep:
         signed = any("tagged" in item.fields for item in self.instructions)
         assert not signed or any(item.sync for item in self.instructions), "signs are of a launch with a barrier"
         grid = _processors(device)
-        parts = [item.packed(start, grid) for item, start in self._starts(grid)]
+        halves = halves_of(self.rows)
+        parts = [item.packed(start, grid, halves) for item, start in self._starts(grid)]
         if self.ahead is not None and len(parts) < LIST:
             parts += self.ahead.foreseen(grid)[: LIST - len(parts)]
         self._count = len(parts)
@@ -187,7 +185,8 @@ class Sweep:
                 break
             f = item.fields
             wanted = {"w": f["w"], "n": f["n"], "k": f["k"], "experts": room}
-            found.append(Instruction(kind=PREFETCH, fields=wanted, reads=[], writes=[]).packed(start, grid))
+            new = Instruction(kind=PREFETCH, fields=wanted, reads=[], writes=[])
+            found.append(new.packed(start, grid, halves_of(self.rows)))
             room -= f["n"] * f["k"] * 2 // grid
         return found
 
@@ -240,6 +239,7 @@ def _common(device: torch.device) -> tuple[Tensor, Tensor]:
 
 SHARED = 227 * 1024  # most shared memory of a block
 HALVES = (1, 2, 4)  # what sweep.cu is compiled for, in eights of rows
+PIECE = {1: 48, 2: 76, 4: 48}  # KiB that a piece should have: with more rows a step takes longer, with one memory does
 
 
 def halves_of(rows: int) -> int:
@@ -255,7 +255,7 @@ def defines(halves: int, trace: int = 0) -> dict[str, int]:
 def _beside(halves: int) -> int:
     """What sweep.cu's Shared takes, rounded up; the kernel traps when it is too little."""
     rows = halves * 8
-    buffers = {1: 4, 2: 3, 4: 2}[halves]
+    buffers = {1: 3, 2: 3, 4: 2}[halves]
     sums = buffers * UNITS * rows * 32 + GROUPS * rows * 32 + (WARPS + 1) * rows * 4
     delta = 8 * (3 * HEAD + 2 * 32 + 2) * 4
     return sums + delta + rows * TOPK * (8 + 2 + 2 * rows + 1) + LIST * (ctypes.sizeof(_Packed) + 4 + 32) + 1024

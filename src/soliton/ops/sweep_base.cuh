@@ -15,13 +15,13 @@ typedef long long i64;
 constexpr int HALVES = SOLITON_HALVES;  // most rows over 8
 constexpr int ROWS = HALVES * 8, TILES = (HALVES + 1) / 2;
 constexpr int WARPS = 8, BLOCK = 320, PARTS = BLOCK / 32, HEAD = 128;
-constexpr int UNITS = 12;  // sums of 8 weight rows and a warp's block that a piece leaves at most
+constexpr int UNITS = 16;  // sums of 8 weight rows and a warp's block that a piece leaves at most
 constexpr int THREADS = (WARPS + 4) * 32;  // two warpgroups that multiply, one for the other roles
 constexpr int MULTIPLIERS = WARPS * 32;
-constexpr int BUFFERS = HALVES == 1 ? 4 : HALVES == 2 ? 3 : 2;  // of partial sums
+constexpr int BUFFERS = HALVES <= 2 ? 3 : 2;  // of partial sums
 constexpr int QUEUE = 32;   // pieces described ahead; no warp that reads them is so far behind
 constexpr int MOST = 16;    // pieces in the ring
-constexpr int TURNS = 840;  // what a piece's barriers count to: the teams that had a part in it share it evenly
+constexpr int TURNS = 840;  // what a piece's barriers count to: the warps that had a part in it share it evenly
 constexpr int GROUPS = 6;       // most groups that one block sums over several terms
 constexpr int TOPK = 8, CHOSEN = ROWS * TOPK, LIST = 32;
 constexpr int TILE = 32, TAPS = 4, CHUNK = 8, DELTA_WARPS = WARPS;  // of a recurrence: values of an item, rows at once
@@ -31,8 +31,7 @@ enum Prologue { PLAIN, RMS, SCALED, KEEP };
 enum Epilogue { STORE, STORE_FLOAT, ADD, SWIGLU, STORE_TAGGED };
 
 // How a term of `width` columns lies among the warps: blocks of `size` columns, teams of so many warps, and at most `per`
-// groups of 8 weight rows in a piece, no more than teams where sums are of one term. Reckoned by the host: divisions are
-// slow.
+// groups of 8 weight rows in a piece. Reckoned by the host: divisions are slow.
 struct Shape {
     short width, size;
     u8 blocks, teams, per, spare;
@@ -80,13 +79,13 @@ struct Grid {
     i64* trace;
 };
 
-// What the copier says of a piece before its weights arrive: some groups of one term, a team each; or, where sums are over
-// several terms, `parts` terms, a team each, of `span` groups.
+// What the copier says of a piece before its weights arrive: `parts` times `span` groups of one term, `span` for a team; or,
+// where sums are over several terms, the same `span` groups of `parts` terms, a term for a team.
 struct Piece {
     int group, offset;       // the first group; where its weights lie in the ring
     short term, kept;        // of a sum, or which chosen expert (UP); where the first group's sum over terms is kept
     u8 parts, span, turn, flags;  // turn: the first part's team
-    int share, spare[3];          // of TURNS: a team's
+    int share, spare[3];          // of TURNS: a warp's
 };
 enum Flag { FINAL = 1, LAST = 2, SEVERAL = 4, ADOPTS = 8, HANDS = 16 };
 
@@ -169,7 +168,7 @@ __device__ __forceinline__ float adopt(u64* from) {  // and make room for the ne
 __device__ __forceinline__ void passed(const Count& c, int count) {
     while (acquire(c.word) <= count) spin();
 }
-// Named barriers: 1 the multipliers, 2 with the reducer, 3 to 10 teams of multipliers.
+// Named barriers: 1 the multipliers, 2 with the reducer.
 __device__ __forceinline__ void multipliers_sync() { meet(1, MULTIPLIERS); }
 __device__ __forceinline__ void both_sync() { meet(2, MULTIPLIERS + 32); }
 // The grid's barrier, by the multipliers: first all that this block wrote before is out, later all that others wrote is

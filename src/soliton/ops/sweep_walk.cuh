@@ -52,13 +52,21 @@ struct Walk {
         turn += by;
         while (turn >= teams) turn -= teams;
     }
+    // The next of so many groups, equally many for each team; returns how many.
+    __device__ __forceinline__ int shared_out(Piece& p, const Shape& shape, int there) {
+        int count = min_(shape.per, there), parts = min_(count, shape.teams), span = 1;
+        while ((span + 1) * parts <= count) ++span;
+        p.group = group, p.term = (short)term, p.turn = (u8)turn;
+        p.parts = (u8)parts, p.span = (u8)span;
+        step(shape.teams, parts);
+        return parts * span;
+    }
     __device__ __forceinline__ bool next(Piece& p) {
         p.kept = 0, p.span = 1;
         if (I.kind == UP) {
             if (left <= 0) return false;
-            int count = min_(min_(I.shape.per, left), groups - group);
-            p.group = group, p.term = (short)term, p.parts = (u8)count, p.turn = (u8)turn, p.flags = 0;
-            step(I.shape.teams, count);
+            int count = shared_out(p, I.shape, min_(left, groups - group));
+            p.flags = 0;
             left -= count;
             if ((group += count) == groups) group = 0, ++term;
             return true;
@@ -70,14 +78,12 @@ struct Walk {
         }
         const Shape& shape = term + 1 == terms ? I.last : I.shape;
         int there = high() - group;
-        p.group = group, p.term = (short)term, p.turn = (u8)turn;
         if (terms == 1) {
-            int count = min_(shape.per, there);
-            p.parts = (u8)count, p.flags = LAST;
-            step(shape.teams, count);
-            group += count;
+            group += shared_out(p, shape, there);
+            p.flags = LAST;
             return true;
         }
+        p.group = group, p.term = (short)term, p.turn = (u8)turn;
         int span = min_(shape.per, there), many = 1, flags = SEVERAL;
         if (term + 1 == terms) {
             if (turn >= shape.teams) p.turn = (u8)(turn = 0);
@@ -150,12 +156,13 @@ struct Copier {
         return 0;
     }
 
-    __device__ void push(const Walk& walk, Piece& p, int width) {
+    __device__ void push(const Walk& walk, Piece& p, const Shape& shape) {
+        int width = shape.width;
         u32 rows = p.span * 8, bytes = rows * width * 2;
         put = room(bytes * p.parts);
         if (frozen) return;
         p.offset = put;
-        p.share = TURNS / (int)p.parts;
+        p.share = TURNS / (int)(p.parts * shape.blocks);
         int at = pieces % QUEUE;
         if (lane == 0) {
             S.queue[at] = p;
@@ -231,7 +238,7 @@ struct Copier {
                 for (bool more = walk.next(p); more && !frozen; p = q) {
                     more = walk.next(q);
                     if (!more) p.flags |= FINAL;
-                    push(walk, p, p.flags & LAST ? I.last.width : I.shape.width);
+                    push(walk, p, p.flags & LAST ? I.last : I.shape);
                     if (pieces == before + 1) MARK(trace, i, 6);
                 }
                 if (pieces > before) MARK(trace, i, 7);
@@ -296,7 +303,7 @@ struct Reducer {
         bool normed = I.prologue == RMS || I.prologue == KEEP, last = p.flags & LAST, several = p.flags & SEVERAL;
         bool adopts = p.flags & ADOPTS;  // its first group
         if (normed && stale) scales(I);
-        int blocks = last ? I.last.blocks : I.shape.blocks, groups = several ? p.span : p.parts;
+        int blocks = last ? I.last.blocks : I.shape.blocks, groups = several ? p.span : p.parts * p.span;
         // In the midst of the experts' terms only the rows that chose this one have something to add.
         bool few = I.kind == DOWN && rows > 1 && p.parts == 1 && p.term > 0 && p.term < S.chosen && !last && !(p.flags & (ADOPTS | HANDS));
         int per = few ? S.many[p.term] : rows, total = groups * per, column = lane & 7;
