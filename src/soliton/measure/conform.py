@@ -105,9 +105,9 @@ def _all(golden: Golden, checkpoint: Checkpoint, dtype: str, device: str, thread
     if checkpoint.spec.mtp is not None:
         nextn = load(speculation="nextn", speculative_num_steps=STEPS)
         for how, chunk in PIECES.items():
-            nextn.prefill.chunk = chunk
+            nextn.prefill.chunk = plain.prefill.chunk = chunk  # on a GPU other pieces have other last bits
             spoken = _generate(nextn, golden)
-            yield same(f"continuation, NEXTN = plain, {how}", spoken.ids, said.ids)
+            yield same(f"continuation, NEXTN = plain, {how}", spoken.ids, _generate(plain, golden).ids)
             yield judge.continuation(f"continuation, NEXTN, {how}", spoken.ids)
             kept = [golden.kept(i) for i in golden.prompts]
             yield judge.chosen(f"accept lengths, {how}", spoken.accept_lengths, kept)
