@@ -117,11 +117,7 @@ def measure(model: str, rows: int, context: int, repeats: int) -> list[dict[str,
         runtime.loop.executor = executor.GraphExecutor(runtime.relay, runtime.stream, phased=True)
         _capture(runtime, runtime.program(params))
         keep("one graph: a graph for each phase", Repeated.time)
-        executor.ALIKE = not executor.ALIKE
         runtime.loop.executor = executor.GraphExecutor(runtime.relay, runtime.stream)
-        _capture(runtime, runtime.program(params))
-        keep(f"shared memory divided alike: {executor.ALIKE}", Repeated.time)
-        executor.ALIKE = not executor.ALIKE
         _capture(runtime, runtime.program(params))
         keep("nothing, again", Repeated.time)
         for depth in (2, 0):

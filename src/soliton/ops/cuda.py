@@ -112,28 +112,4 @@ def _bindings(name: str) -> Any:
         ) from error
 
 
-def share_alike(graph: int) -> int:
-    """Let every kernel of a captured graph (a cudaGraph_t, before it is instantiated) ask for the largest part of a
-    multiprocessor's memory as shared memory. A multiprocessor that has to divide it anew between two kernels runs empty
-    first. Returns how many kernels there are; raises RuntimeError with the driver's word."""
-    driver = _bindings("driver")
-
-    def ok(result: tuple[Any, ...]) -> tuple[Any, ...]:
-        if int(result[0]) != 0:
-            raise RuntimeError(f"the attributes of a graph's kernels: the CUDA driver says {result[0]!r}")
-        return result[1:]
-
-    handle = driver.CUgraph(graph)
-    nodes = ok(driver.cuGraphGetNodes(handle, ok(driver.cuGraphGetNodes(handle, 0))[1]))[0]
-    kernels = [
-        n for n in nodes if ok(driver.cuGraphNodeGetType(n))[0] == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
-    ]
-    value = driver.CUkernelNodeAttrValue()
-    value.sharedMemCarveout = 100
-    attribute = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-    for node in kernels:
-        ok(driver.cuGraphKernelNodeSetAttribute(node, attribute, value))
-    return len(kernels)
-
-
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from ..context.stream import Stream
-from ..ops.cuda import share_alike
 from .program import Program
 from .relay import Relay
 
 WARM_UPS = 2
-ALIKE = False  # whether all kernels of a graph divide a multiprocessor's memory alike; off until it is seen to pay
 
 
 @dataclass(frozen=True)
@@ -152,16 +150,10 @@ class GraphExecutor:
         gc.freeze()
 
     def _captured(self, tapes: list[Any], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for tape in tapes:
                 tape.run()
-        if ALIKE:
-            try:
-                share_alike(graph.raw_cuda_graph())
-            except RuntimeError as error:  # only time is lost
-                warnings.warn(str(error), stacklevel=2)
-        graph.instantiate()
         return graph
 
     @torch.inference_mode()
