@@ -25,12 +25,14 @@ HEAD_ROWS = 256  # rows whose logits are held at once
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One pass over ``count`` prompt rows: hidden after the final norm [count, hidden], and its tape for the head."""
+    """One pass over ``count`` prompt rows: hidden after the final norm [count, hidden], its tape for the head, and the
+    residuals after the tapped layers side by side [count, taps * hidden], None without taps."""
 
     start: int
     count: int
     hidden: Tensor
     tape: Tape
+    taps: Tensor | None = None
 
 
 def _whole(number: int, device: torch.device) -> Tensor:
@@ -53,18 +55,19 @@ def target_pass(
     memory: Callable[[int], Memory],
     keep: Callable[[int, int], None],
     turn: Tensor | None,
+    taps: tuple[int, ...] = (),
 ) -> Pass:
     """Run the target over ids, int64 [n], at positions start.. and commit its state.
 
-    ``memory(rows)`` and ``keep(rows, real)`` are the stream's ``committed`` and ``keep``. A single row is padded to
-    two; the state advances over the real row only.
+    ``taps``: layers whose residuals a block drafter reads. ``memory(rows)`` and ``keep(rows, real)`` are the stream's
+    ``committed`` and ``keep``. A single row is padded to two; the state advances over the real row only.
     """
     tape = make_tape()
     device = w.embed.device
     real = ids.shape[0]
     if real == 1 and not tape.bulk:
         # the recurrence must not see the padding row, so a single row is a decode step with one live row
-        return _single(tape, w, spec, ids, start, memory, keep, turn)
+        return _single(tape, w, spec, ids, start, memory, keep, turn, taps)
     where = Rows(
         positions=torch.arange(start, start + real, device=device),
         live=_whole(real, device),
@@ -72,9 +75,20 @@ def target_pass(
         decode=False,
         start=start,
     )
-    hidden = decoder(tape, w, spec, ids, memory(real), where)
+    tapped, by_layer = tap_buffers(tape, spec, real, taps)
+    hidden = decoder(tape, w, spec, ids, memory(real), where, by_layer)
     keep(real, real)
-    return Pass(start=start, count=real, hidden=hidden, tape=tape)
+    return Pass(start=start, count=real, hidden=hidden, tape=tape, taps=tapped)
+
+
+def tap_buffers(
+    tape: Tape, spec: ModelSpec, rows: int, taps: tuple[int, ...]
+) -> tuple[Tensor | None, dict[int, Tensor]]:
+    """One buffer [rows, taps * hidden] and its columns by layer, for ``decoder``; None without taps."""
+    if not taps:
+        return None, {}
+    buffer = tape.new(rows, len(taps) * spec.hidden)
+    return buffer, dict(zip(taps, buffer.split(spec.hidden, 1), strict=True))
 
 
 def _single(
@@ -86,6 +100,7 @@ def _single(
     memory: Callable[[int], Memory],
     keep: Callable[[int, int], None],
     turn: Tensor | None,
+    taps: tuple[int, ...],
 ) -> Pass:
     device = w.embed.device
     place = memory(2)
@@ -97,11 +112,12 @@ def _single(
         turn=None if turn is None else turn[start : start + 2],
         decode=True,
     )
-    hidden = decoder(tape, w, spec, token.repeat(2), scratch, where)
+    tapped, by_layer = tap_buffers(tape, spec, 2, taps)
+    hidden = decoder(tape, w, spec, token.repeat(2), scratch, where, by_layer)
     for layer, state in place.states.items():
         state.copy_(staged[layer][1])
     keep(2, 1)
-    return Pass(start=start, count=1, hidden=hidden[:1], tape=tape)
+    return Pass(start=start, count=1, hidden=hidden[:1], tape=tape, taps=None if tapped is None else tapped[:1])
 
 
 def mtp_pass(

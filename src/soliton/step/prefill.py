@@ -27,11 +27,13 @@ class Prefill:
         *,
         trace: dict[str, Tensor] | None = None,
         cancelled: Callable[[], bool] | None = None,
+        taps: tuple[int, ...] = (),
     ) -> Iterator[Pass]:
         """Run tokens ids[start:end] at their positions, pass by pass; the stream must hold ids[:start].
 
         MTP entries up to end - 2 exist afterwards; entry end - 1 waits for the token after it (``seal``). ``trace``
         collects intermediates of a single pass. ``cancelled`` is asked before each pass; True stops early.
+        ``taps``: layers whose residuals the passes bring along.
         """
         parts, at = self._parts, start
         # all of them to the device at once: a copy for each pass would wait for the pass before it
@@ -49,6 +51,7 @@ class Prefill:
                 parts.stream.committed,
                 parts.stream.keep,
                 parts.turn,
+                taps,
             )
             self._follow(tokens[max(at, 1) - start : stop - start], at, step.hidden)
             parts.stream.boundary.copy_(step.hidden[-1:].expand(2, -1))
