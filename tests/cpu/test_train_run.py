@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import engine, micro, prompts_of, threads_as_before  # noqa: F401
+from helpers import engine, micro, nano, prompts_of, threads_as_before  # noqa: F401
 from soliton import SamplingParams
 from soliton.checkpoint.draft import check_fit, open_draft
 from soliton.errors import CheckpointError, ConfigError
@@ -304,6 +304,19 @@ class TestData:
         (tmp_path / "b.jsonl.part").write_text("\n".join([*lines[:3], lines[3][:9]]))
         again = data.answer(target_, prompts, settings, tmp_path / "b.jsonl", answers=2, least=2)
         assert again == made and not list(tmp_path.glob("*.part"))
+
+    def test_texts_and_completions(self, tmp_path: Path) -> None:
+        target_ = engine(nano(), speculation="off", max_context=64)
+        (tmp_path / "a.txt").write_text("the thing in the abc " * 4)
+        (tmp_path / "b.jsonl").write_text('{"prompt": "abc", "completion": "the thing in"}\n')
+        made = data.from_texts(target_, [tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "d.jsonl",
+                               max_length=16, least=3)  # fmt: skip
+        whole = target_.encode("the thing in the abc " * 4)
+        texts = [s for s in made.samples if s.source["file"] == "a.txt"]
+        assert [token for s in texts for token in s.ids] == whole[: 16 * len(texts)]
+        assert all(s.spans == ((0, len(s.ids)),) for s in texts)
+        start = len(target_.encode("abc"))
+        assert made.samples[-1].spans == ((start, len(target_.encode("abcthe thing in"))),)
 
     def test_a_changed_file_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "a.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -19,6 +18,7 @@ from ..checkpoint.draft import open_draft
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, nearest
+from ..measure.step import commit
 from ..model.draft_spec import DraftSpec, shapes
 from ..model.spec import ModelSpec
 from ..runtime import Runtime
@@ -151,25 +151,13 @@ def provenance(options: TrainOptions, runtime: Runtime) -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in ("torch", "safetensors", "numpy")}
     return {
         "arguments": dataclasses.asdict(options),
-        "commit": commit(),
+        "commit": commit() or "unknown",
         "versions": {"python": platform.python_version(), **versions},
         "target_path": str(runtime.checkpoint.path or runtime.checkpoint.name),
         "device": str(runtime.parts.device),
         "threads": torch.get_num_threads(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def commit() -> str:
-    """The source's commit, "-dirty" behind it where files differ; "unknown" outside a clone."""
-    here = Path(__file__).resolve().parent
-    if "site-packages" in here.parts:
-        return "unknown"
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=here, capture_output=True, check=True, text=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def ablate(
