@@ -146,6 +146,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device was found; this measures one")
     table = Table(title="one technique left out at a time, in µs")
     for head in ("model", "left out", "step", "spread", "more than whole"):
         table.add_column(head)

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -62,6 +63,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all of it")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device was found; this measures one")
     ends = time.monotonic() + args.limit
     if args.what in ("tests", "grids", "all"):
         good = run_tests(ends - time.monotonic(), "full" if args.what == "grids" else "not full")

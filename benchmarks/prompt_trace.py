@@ -37,6 +37,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--top", type=int, default=40, help="kernels to show")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device was found; this measures one")
     config = EngineConfig(
         model=args.model, device="cuda", speculation="off", executor="eager", max_context=args.context + 1024
     )

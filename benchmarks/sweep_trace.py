@@ -42,6 +42,8 @@ def main() -> int:
     parser.add_argument("--pieces", action="store_true")
     parser.add_argument("--dump", default=None)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device was found; this measures one")
     config = EngineConfig(
         model=args.model, device="cuda", speculation="off", executor="eager", max_context=args.context + 1024
     )

@@ -150,6 +150,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, metavar="N", help="that compile; as many as cores when left out")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    import torch  # only here: its processes choose their own devices
+
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device was found; kernels are tuned on one")
     os.environ["FLA_CACHE_MODE"] = "disabled"  # read when the library is imported
     os.environ["FLA_CACHE_RESULTS"] = "0"
     count = args.processes if args.processes is not None else len(os.sched_getaffinity(0))

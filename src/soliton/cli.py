@@ -23,7 +23,7 @@ COMMANDS = {
     "generate": "continue a prompt and stream the text",
     "chat": "talk with a model, with a history",
     "doctor": "this machine, and how a model would run on it",
-    "measure": "time a step, beside the floor that its bytes set",
+    "measure": "time a step beside the floor that its bytes set, or a first token",
     "conform": "compare the engine with reference outputs, quantity by quantity",
 }
 UNWRITABLE, INTERRUPTED, BROKEN_PIPE = 74, 130, 141

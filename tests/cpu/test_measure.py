@@ -13,7 +13,7 @@ from soliton import Engine
 from soliton.cli import main
 from soliton.config import EngineConfig
 from soliton.measure.ahead import LoopTimes
-from soliton.measure.step import measure_step, simulated
+from soliton.measure.step import measure_step
 from soliton.measure.ttft import measure_ttft, process_age
 
 CPU = {"device": "cpu", "threads": 1, "max_context": 128}
@@ -81,7 +81,12 @@ def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["measure", "step"], "nothing to measure: give MODEL"),
         (["measure", "walk", "pebble"], "step"),
-        (["measure", "step", "pebble", "--context", "99999"], "context is 99999, but the engine goes to 4096"),
+        (["measure", "step", "pebble", "--context", "99999"], "goes to 4096; the model takes 4096: choose no more"),
+        (["measure", "step", "pebble", "--context", "80", "--max-context", "64"], "64; set --max-context as well"),
+        (["measure", "step", "pebble", "--context", "0"], "context is 0; at least 1 token is needed"),
+        (["measure", "step", "pebble", "--simulate-accept", "-1"], "a step of 4 rows gives 1 to 4 tokens; choose one"),
+        (["measure", "step", "pebble", "--simulate-accept", "nan"], "an accept length of nan is impossible"),
+        (["measure", "step", "pebble", "--max-tokens", "4"], "--max-tokens changes nothing that is measured"),
         (["measure", "step", "pebble", "--speculation", "off", "--rows", "33"], "rows is 33; a step verifies 1 to 32"),
         (["measure", "step", "pebble", "--rows", "3"], "rows"),
         (["measure", "step", "pebble", "--repeats", "0"], "at least 1"),
@@ -90,7 +95,7 @@ def test_the_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
             ["measure", "ttft", "pebble", "--repeats", "4"],
             "repeats is 4: a time to first token is a median of at least",
         ),
-        (["measure", "ttft", "pebble", "--context", "99999"], "context is 99999, but the engine goes to 4096 with"),
+        (["measure", "ttft", "pebble", "--context", "99999"], "goes to 4096; the model takes 4096: choose no more"),
         (["measure", "ttft", "pebble", "--context", "64", "--max-context", "64"], "set --max-context"),
         (["measure", "ttft", "pebble", "--rows", "2"], "--rows belongs to measure step"),
         (["measure", "ttft", "pebble", "--simulate-accept", "2"], "--simulate-accept belongs to measure step"),
@@ -135,11 +140,6 @@ def test_prompts_are_counted_and_the_engine_is_the_given_one() -> None:
     assert seen == [(done, 6) for done in range(7)] and len(loaded) == 1
     age = process_age()
     assert age is None or 0 < age < 1e6
-
-
-def test_an_impossible_accept_length() -> None:
-    with pytest.raises(ValueError, match="an accept length of 9 is impossible"):
-        simulated({"rows": 4, "step_us": 1.0}, 9)
 
 
 def test_leads_are_counted_once() -> None:

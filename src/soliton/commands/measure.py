@@ -27,7 +27,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     common.add_sampling(parser)
     parser.add_argument("--rows", type=int, metavar="N", help="rows verified a step, where the model does not draft")
     parser.add_argument(
-        "--context", type=int, default=8192, metavar="TOKENS", help="tokens in the cache or the prompt; default 8192"
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="tokens in the cache or the prompt; 8192, or as many as the model takes, when unset",
     )
     parser.add_argument("--repeats", type=int, metavar="N", help="timed steps, default 30, or prompts, default 7")
     parser.add_argument(
@@ -53,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
                 raise ConfigError(f"--{flag.replace('_', '-')} belongs to measure step; leave it out")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
+    for flag in ("max_tokens", "stop", "prompt_logprobs"):
+        if getattr(params, flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} changes nothing that is measured; leave it out")
     from ..ops.chain import unchained
 
     with unchained() if args.no_pdl else nullcontext():
@@ -67,7 +73,7 @@ Found = tuple[str, list[tuple[str, str]], dict[str, Any]]
 
 
 def _step(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
-    from ..measure.step import as_table, measure_step, simulated
+    from ..measure.step import as_table, measure_step
     from ..ops.building import told
 
     def progress(text: str) -> None:
@@ -76,10 +82,14 @@ def _step(args: argparse.Namespace, config: EngineConfig, params: SamplingParams
 
     with told(common.Once()):
         report = measure_step(
-            config, rows=args.rows, context=args.context, params=params, repeats=repeats, progress=progress
+            config,
+            rows=args.rows,
+            context=args.context,
+            params=params,
+            repeats=repeats,
+            progress=progress,
+            accept=args.simulate_accept,
         )
-    if args.simulate_accept is not None:
-        report = simulated(report, args.simulate_accept)
     return "a step", as_table(report), report
 
 

@@ -38,6 +38,7 @@ from .bandwidth import microseconds, read_bandwidth
 from .doctor import versions
 
 WARM_UPS = 3  # steps that are not counted
+DEFAULT_CONTEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +60,52 @@ def measure_step(
     config: EngineConfig,
     *,
     rows: int | None = None,
-    context: int = 8192,
+    context: int | None = None,
     params: SamplingParams | None = None,
     repeats: int = 30,
     loop_steps: int = 64,
+    accept: float | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """One report as plain values (times in microseconds, bandwidths in TB/s).
 
     rows: rows verified a step, for a model without a drafter of its own; with NEXTN it is the drafts and one. context:
-    tokens in the cache. Raises ConfigError for rows or a context that the engine cannot have.
+    tokens in the cache; 8192 or as many as the engine takes. accept: an accept length to show the time a token at,
+    marked as simulated. Raises ConfigError for rows, a context or an accept length that the engine cannot have, before
+    anything is loaded.
     """
     if rows is not None and not 1 <= rows <= 32:
         raise ConfigError(f"rows is {rows}; a step verifies 1 to 32 rows")
     progress("loading")
     checkpoint = open_checkpoint(config.model)
-    if rows is not None and settle(config, checkpoint)[0].speculation != "off":
+    settled = settle(config, checkpoint)[0]
+    if rows is not None and settled.speculation != "off":
         raise ConfigError(f"rows is {rows}, but the drafter decides how many are verified; set --speculation off")
-    runtime = load_runtime(config, checkpoint, verify=rows)
-    most = runtime.config.max_context
+    most = settled.max_context
     assert most is not None
-    if not 1 <= context <= most:
-        raise ConfigError(f"context is {context}, but the engine goes to {most}; set --max-context as well")
+    context = context_within(context, most, checkpoint.spec.max_position)
+    count = rows or settled.speculative_num_draft_tokens or 1
+    if accept is not None and not 1 <= accept <= count:
+        raise ConfigError(
+            f"an accept length of {accept:g} is impossible: a step of {count} rows gives 1 to {count} tokens; choose "
+            "one of those, or more rows"
+        )
+    runtime = load_runtime(config, checkpoint, verify=rows)
     with torch.inference_mode():
-        return _measure(runtime, context, params or SamplingParams(temperature=0.0), repeats, loop_steps, progress)
+        found = _measure(runtime, context, params or SamplingParams(temperature=0.0), repeats, loop_steps, progress)
+    return found if accept is None else simulated(found, accept)
+
+
+def context_within(context: int | None, most: int, longest: int) -> int:
+    """The context to measure at: as given, or 8192 where the engine takes that many. ``longest``: the model's own."""
+    if context is None:
+        return min(DEFAULT_CONTEXT, most)
+    if context < 1:
+        raise ConfigError(f"context is {context}; at least 1 token is needed")
+    if context > most:
+        hint = "set --max-context as well" if context <= longest else f"the model takes {longest}: choose no more"
+        raise ConfigError(f"context is {context}, but the engine goes to {most}; {hint}")
+    return context
 
 
 def _measure(
@@ -111,6 +134,9 @@ def _measure(
         "model": runtime.checkpoint.name,
         "device": device_name(device),
         "dtype": runtime.config.dtype,
+        "router_dtype": runtime.config.router_dtype,
+        "lm_head_dtype": runtime.config.lm_head_dtype,
+        "threads": runtime.config.threads,
         "tp": 1,
         "speculation": speculation if speculation == "off" else f"{speculation} S={runtime.parts.drafts}",
         "sampling": sampling_words(resolved),
@@ -153,9 +179,10 @@ class Repeated:
         runtime.stream.clear()
         runtime.hold_threads()
         maker = torch.Generator().manual_seed(0)
+        filler = torch.Generator(runtime.parts.device).manual_seed(0)
         for cache in (runtime.stream.kv, runtime.stream.draft_kv):
             if cache is not None and cache.numel():
-                cache.normal_()
+                cache.normal_(generator=filler)
         vocab = runtime.checkpoint.spec.vocab
         self.tokens = torch.randint(0, vocab, runtime.relay.tokens.shape, generator=maker).to(runtime.parts.device)
         self.prompt = [int(self.tokens[0])]
@@ -296,9 +323,11 @@ def kernels(program: Program, runtime: Runtime) -> int | None:
 
 def sampling_words(params: Resolved) -> str:
     """How tokens are drawn, in a few signs."""
-    if params.greedy:
-        return "greedy"
-    return f"T={params.temperature:g} p={params.top_p:g} k={params.top_k}"
+    words = [] if params.greedy else [f"T={params.temperature:g} p={params.top_p:g} k={params.top_k}"]
+    words += [f"min-p={params.min_p:g}"] if params.min_p and not params.greedy else []
+    words += ["with processors"] if params.processors else []
+    words += [f"logprobs={params.logprobs}"] if params.logprobs is not None else []
+    return " ".join((["greedy"] if params.greedy else []) + words)
 
 
 def device_name(device: torch.device) -> str:
@@ -331,11 +360,14 @@ def commit() -> str | None:
 
 def simulated(report: dict[str, Any], accept: float) -> dict[str, Any]:
     """The report with the time a token that ``accept`` new tokens a step would give, marked as simulated."""
-    if not 1 <= accept <= report["rows"]:
-        raise ConfigError(
-            f"an accept length of {accept:g} is impossible: a step of {report['rows']} rows gives 1 to that"
-        )
     return {**report, "simulated": True, "accept_length": accept, "tpot_us": round(report["step_us"] / accept, 2)}
+
+
+def dtypes(report: dict[str, Any]) -> str:
+    """The weights' type, and where routers or the head have another."""
+    others = [f"{name} {report[f'{key}_dtype']}" for name, key in (("routers", "router"), ("head", "lm_head"))
+              if report[f"{key}_dtype"] != report["dtype"]]  # fmt: skip
+    return report["dtype"] + "".join(f" ({other})" for other in others)
 
 
 def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -344,7 +376,7 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
     low, high = r["spread_us"]
     few, many = r["experts"]
     rows = [
-        ("model", f"{r['model']}, {r['dtype']}, {r['speculation']}, {r['sampling']}"),
+        ("model", f"{r['model']}, {dtypes(r)}, {r['speculation']}, {r['sampling']}"),
         ("device", f"{r['device']}, {r['executor']}, run-ahead {r['run_ahead']}"),
         ("rows, context", f"{r['rows']}, {r['context']}"),
         ("step", f"{r['step_us']:.1f} µs ({low:.1f} to {high:.1f})"),

@@ -22,7 +22,7 @@ from ..engine import Engine
 from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from .doctor import versions
-from .step import commit, device_name, driver, sampling_words
+from .step import commit, context_within, device_name, driver, dtypes, sampling_words
 
 LEAST = 5  # prompts of which a median is given
 
@@ -30,7 +30,7 @@ LEAST = 5  # prompts of which a median is given
 def measure_ttft(
     config: EngineConfig,
     *,
-    context: int = 8192,
+    context: int | None = None,
     params: SamplingParams | None = None,
     repeats: int = 7,
     load: Callable[[EngineConfig], Engine] = Engine.from_config,
@@ -38,16 +38,18 @@ def measure_ttft(
 ) -> dict[str, Any]:
     """One report as plain values (ttft in milliseconds, prefill in tokens a second, the rest in seconds).
 
-    context: tokens of the prompt; the engine's max_context becomes one more where it is unset. load: makes the engine.
-    progress: told of prompts read. Raises ConfigError for a context that the engine cannot have.
+    context: tokens of the prompt, 8192 or as many as the engine takes; the engine's max_context becomes one more where
+    it is unset. load: makes the engine. progress: told of prompts read. Raises ConfigError for a context that the
+    engine cannot have.
     """
     if repeats < LEAST:
         raise ConfigError(f"repeats is {repeats}: a time to first token is a median of at least {LEAST}")
     most = open_checkpoint(config.model).spec.max_position if config.max_context is None else config.max_context
-    if not 1 <= context < most:
+    if context == most:
         raise ConfigError(
             f"context is {context}, but the engine goes to {most} with the first token; set --max-context"
         )
+    context = min(context_within(context, most, open_checkpoint(config.model).spec.max_position), most - 1)
     if config.max_context is None:
         config = dataclasses.replace(config, max_context=context + 1)
     started = time.perf_counter()
@@ -82,6 +84,9 @@ def measure_ttft(
         "model": name,
         "device": device_name(device),
         "dtype": settled.dtype,
+        "router_dtype": settled.router_dtype,
+        "lm_head_dtype": settled.lm_head_dtype,
+        "threads": settled.threads,
         "tp": 1,
         "speculation": speculation if speculation == "off" else f"{speculation} S={settled.speculative_num_steps}",
         "sampling": words,
@@ -118,7 +123,7 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
     low, high = r["spread_ms"]
     age = r["first_token_s"]
     return [
-        ("model", f"{r['model']}, {r['dtype']}, {r['speculation']}, {r['sampling']}"),
+        ("model", f"{r['model']}, {dtypes(r)}, {r['speculation']}, {r['sampling']}"),
         ("device", f"{r['device']}, {r['executor']}, run-ahead {r['run_ahead']}"),
         ("prompt", f"{r['context']} tokens, nothing reused, in chunks of {r['prefill_chunk']}"),
         ("time to first token", f"{r['ttft_ms']:.1f} ms ({low:.1f} to {high:.1f}, {r['runs']} prompts)"),
