@@ -54,6 +54,19 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"n": 32, "C": 512, "SPAN": 64, "SLOTS": 160, "STEPS": 5, "TOGETHER": 32, "COLUMNS": 32},
         ),
     },
+    "draft_triton": {
+        "_query": ("*bf16 *bf16 *fp32 *fp32 i32 fp32", {"HEADS": 32, "D": 128}),
+        "_store": ("*bf16 *bf16 *fp32 *fp32 *i64 i32 i32 fp32", {"GROUPS": 32, "D": 128}),
+        "_attend": (
+            "*fp32 *fp32 *bf16 *bf16 *i64 i32 fp32",
+            {"B": 8, "SPLITS": 8, "G": 1, "GROUPS": 32, "M": 16, "D": 128, "BLOCK": 64},
+        ),
+        "_combine": (
+            "*bf16 *fp32 *fp32",
+            {"SPLITS": 8, "PARTS": 8, "G": 1, "GROUPS": 32, "M": 16, "D": 128},
+        ),
+        "_markov": ("*fp32 *fp32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32", {"R": 256, "BLOCK_N": 64}),
+    },
     "verdict_triton": {
         "_refill": ("*i64 *i64 *i64 *fp32 *i64 *i64 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
         "_best": ("*fp32 *i32 *fp32 *i64 i32 i32", {"CHUNK": 4096, "SPLITS": 64}),

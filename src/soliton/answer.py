@@ -158,6 +158,7 @@ class Answer:
             at = 0
             if node is not None:
                 runtime.tree.restore(node, runtime.stream)
+                runtime.prefill.restored(node.length)
                 at = self.cached_tokens = node.length
             for stop in [s for s in self._marks(end) if s > at] + [end]:
                 for step in self._passes(at, stop, aborted):

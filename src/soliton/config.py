@@ -30,6 +30,9 @@ __all__ = [
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 DEFAULT_STEPS = 3
+DRAFT_VERIFY = ("auto", "all", "fixed", "threshold", "cost")
+# what only a block drafter has
+DRAFT_KEYS = ("draft_verify_tokens", "draft_threshold", "draft_costs", "draft_calibration")
 DEFAULT_MAX_CONTEXT = 8192
 PREFILL_CHUNK = {"cpu": 512, "cuda": 8192}
 MIB = 1 << 20
@@ -52,11 +55,37 @@ class EngineConfig:
         aliases=("--speculative-algorithm",),
     )
     speculative_num_steps: int | None = setting(
-        f"drafted tokens per step; {DEFAULT_STEPS} when unset", default=None, unit="tokens", low=1, high=16
+        f"drafted tokens per step; {DEFAULT_STEPS} when unset, a block drafter's own number",
+        default=None,
+        unit="tokens",
+        low=1,
+        high=16,
+        aliases=("--speculative-dspark-block-size",),
     )
     speculative_eagle_topk: int = setting("candidates per drafted position; a chain has exactly 1", default=1)
     speculative_num_draft_tokens: int | None = setting(
         "rows the target verifies per step, always speculative_num_steps + 1", default=None, unit="rows", low=2, high=17
+    )
+    draft_verify: str = setting(
+        "which of a block's drafts a step verifies: all, a fixed number, those before the first that is too unsure, or "
+        "as many as bring most tokens a second by a measured table of costs; auto takes the costs that are given, else "
+        "all",
+        default="auto",
+        choices=DRAFT_VERIFY,
+    )
+    draft_verify_tokens: int | None = setting(
+        "drafts verified per step with draft_verify = fixed", default=None, unit="tokens", low=1, high=16
+    )
+    draft_threshold: float | None = setting(
+        "least confidence of a verified draft with draft_verify = threshold", default=None, low=0, high=1
+    )
+    draft_costs: str | None = setting(
+        "file of step costs by rows on this machine, from soliton measure costs", default=None
+    )
+    draft_calibration: str | None = setting(
+        "file of the confidence head's temperatures; calibration.json beside the draft when unset",
+        default=None,
+        aliases=("--speculative-dspark-confidence-sts-path",),
     )
     device: str = setting("auto, cpu, cuda or cuda:N", default="auto")
     dtype: str = setting(
@@ -141,7 +170,7 @@ class EngineConfig:
                 f"its drafts and the token before them, {steps + 1} rows; leave one of the two unset"
             )
         if self.speculation == "off":
-            for key in ("draft", "speculative_num_steps", "speculative_num_draft_tokens"):
+            for key in ("draft", "speculative_num_steps", "speculative_num_draft_tokens", *DRAFT_KEYS):
                 if getattr(self, key) is not None:
                     raise ConfigError(f"{key} = {getattr(self, key)!r} contradicts speculation = 'off': leave one out")
         if self.speculation == "nextn" and self.draft is not None:
@@ -149,6 +178,26 @@ class EngineConfig:
                 f"draft = {self.draft!r} contradicts speculation = 'nextn', which drafts with the model's own MTP "
                 "layer: use speculation = 'dspark', or leave draft out"
             )
+        if self.speculation == "nextn":
+            for key in DRAFT_KEYS:
+                if getattr(self, key) is not None:
+                    raise ConfigError(
+                        f"{key} = {getattr(self, key)!r} is of a DSpark draft's confidences, and a chain of NEXTN has "
+                        "none: leave it out, or use speculation = 'dspark'"
+                    )
+        self._check_verify()
+
+    def _check_verify(self) -> None:
+        """Each way of choosing drafts has one value of its own."""
+        for mode, key in (("fixed", "draft_verify_tokens"), ("threshold", "draft_threshold"), ("cost", "draft_costs")):
+            given = getattr(self, key) is not None
+            if self.draft_verify == mode and not given:
+                raise ConfigError(f"draft_verify = {mode!r} needs {key}: set it")
+            if given and self.draft_verify != mode and not (mode == "cost" and self.draft_verify == "auto"):
+                raise ConfigError(
+                    f"{key} = {getattr(self, key)!r} means something with draft_verify = {mode!r} only, and that is "
+                    f"{self.draft_verify!r}: set both or neither"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +208,8 @@ class Facts:
     has_mtp: bool
     max_position: int
     has_draft: bool = False  # a DSpark draft was read and fits the model
+    draft_tokens: int = 0  # that it drafts a step
+    draft_confidence: bool = False  # whether it has a confidence head
     cuda_devices: int = 0
     free_memory: Mapping[str, int] = field(default_factory=dict)  # bytes free now, by "cpu", "cuda:0", ...
     torch_threads: int = 1
@@ -222,9 +273,32 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
             decide("speculative_num_steps", steps, reason)
         if rows is None:
             rows = decide("speculative_num_draft_tokens", steps + 1, "the drafts and the token before them")
+    elif speculation == "dspark":
+        for key, given, own in (
+            ("speculative_num_steps", steps, facts.draft_tokens),
+            ("speculative_num_draft_tokens", rows, facts.draft_tokens + 1),
+        ):
+            if given is None:
+                decide(key, own, "the draft's own block")
+            elif given != own:
+                raise ConfigError(
+                    f"{key} = {given}, but the draft's block gives {own}; to verify fewer of its drafts set "
+                    "draft_verify = 'fixed' and draft_verify_tokens"
+                )
+        steps, rows = facts.draft_tokens, facts.draft_tokens + 1
     elif speculation == "off" and (steps is not None or rows is not None):
         key = "speculative_num_steps" if steps is not None else "speculative_num_draft_tokens"
         raise ConfigError(f"{key} is set, but {facts.model} has no MTP layer to draft with: leave it out")
+
+    verify = config.draft_verify
+    if speculation == "dspark":
+        verify = _resolve_verify(config, facts, decide)
+    elif verify == "auto":
+        verify = decide("draft_verify", "all", "no block drafter is at work")
+    elif verify != "all":
+        raise ConfigError(
+            f"draft_verify = {verify!r} is of a DSpark draft, and speculation is {speculation!r}: leave it out"
+        )
 
     max_context = config.max_context
     if max_context is None:
@@ -284,6 +358,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         speculation=speculation,
         speculative_num_steps=steps,
         speculative_num_draft_tokens=rows,
+        draft_verify=verify,
         max_context=max_context,
         run_ahead=depth,
         executor=executor,
@@ -304,6 +379,22 @@ def _chunk_for(kind: str, reuse: str) -> tuple[int, str]:
     return PREFILL_CHUNK[kind], "the default on a GPU: every pass reads all weights, whatever its rows"
 
 
+def _resolve_verify(config: EngineConfig, facts: Facts, decide: Callable[[str, Any, str], Any]) -> str:
+    mode, fixed = config.draft_verify, config.draft_verify_tokens
+    if mode == "auto":
+        if config.draft_costs is not None:
+            mode = decide("draft_verify", "cost", f"draft_costs = {config.draft_costs!r} is given")
+        else:
+            mode = decide("draft_verify", "all", "no table of costs is given")
+    if mode in ("threshold", "cost") and not facts.draft_confidence:
+        raise ConfigError(
+            f"draft_verify = {mode!r} needs a confidence head, and the draft has none: use 'all' or 'fixed'"
+        )
+    if fixed is not None and fixed > facts.draft_tokens:
+        raise ConfigError(f"draft_verify_tokens = {fixed}, but the draft's block has {facts.draft_tokens} drafts")
+    return mode
+
+
 def _resolve_speculation(config: EngineConfig, facts: Facts, decide: Callable[[str, Any, str], Any]) -> str:
     speculation = config.speculation
     if speculation == "auto":
@@ -316,7 +407,8 @@ def _resolve_speculation(config: EngineConfig, facts: Facts, decide: Callable[[s
     if speculation == "nextn" and not facts.has_mtp:
         raise ConfigError(f"speculation = 'nextn': {facts.model} has no MTP layer; use speculation = 'off'")
     if speculation == "dspark" and not facts.has_draft:
-        raise UnsupportedError(
-            "speculation = 'dspark': DSpark drafts are not in this version yet; use 'nextn' or 'off' and no draft"
+        raise ConfigError(
+            f"speculation = 'dspark': no draft is given and none is bundled with {facts.model}; set draft to its "
+            "directory"
         )
     return speculation

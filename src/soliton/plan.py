@@ -9,12 +9,14 @@ import torch
 
 from .context.stream import sizes
 from .errors import MemoryPlanError
+from .model.draft_spec import DraftSpec
 from .model.spec import DenseSpec, KdaSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes. weights: as held on the device; kv, draft_kv: caches at max_context; staging: recurrent states and conv
+    """Bytes. weights: as held on the device; kv, draft_kv: caches at max_context, with a block drafter's features;
+    staging: recurrent states and conv
     windows, committed and staged; scratch: activations of a prompt's pass on a GPU; checkpoints: their budget; budget:
     what all of it may take, None if unknown."""
 
@@ -86,19 +88,20 @@ def make_plan(
     *,
     weight_elements: int,
     rows: int,
-    drafts: int,
+    mtp: bool,
     max_context: int,
     chunk: int,
     checkpoints: int,
     budget: int | None,
     device: torch.device,
     dtype: torch.dtype,
+    drafter: DraftSpec | None = None,
 ) -> MemoryPlan:
     """The plan, or MemoryPlanError naming the largest max_context that would fit."""
     width = 4 if device.type == "cpu" else dtype.itemsize
 
     def plan(context: int) -> MemoryPlan:
-        need = sizes(spec, max_context=context, rows=rows, draft=drafts > 0, dtype=dtype)
+        need = sizes(spec, max_context=context, rows=rows, draft=mtp, dtype=dtype, drafter=drafter)
         return MemoryPlan(
             weights=weight_elements * width,
             kv=need.kv,

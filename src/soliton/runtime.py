@@ -14,6 +14,7 @@ from .checkpoint import Checkpoint
 from .config import Decision, EngineConfig, Facts, resolve
 from .context import CheckpointTree, Stream
 from .context.stream import positions_for
+from .drafting import draft_elements, find_draft, make_drafter
 from .errors import RequestError, UnsupportedError
 from .model.decoder import turn_table
 from .model.prefill import logits_in_parts, logits_of
@@ -160,8 +161,12 @@ class Runtime:
 
 def settle(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, list[Decision]]:
     """The config as it will hold on this machine, and what was decided."""
+    draft = find_draft(config, checkpoint)
     facts = Facts(
         model=checkpoint.name,
+        has_draft=draft is not None,
+        draft_tokens=draft.spec.drafts if draft is not None else 0,
+        draft_confidence=draft is not None and draft.spec.confidence,
         has_mtp=checkpoint.spec.mtp is not None,
         max_position=checkpoint.spec.max_position,
         cuda_devices=torch.cuda.device_count() if torch.cuda.is_available() else 0,
@@ -175,14 +180,18 @@ def settle(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, 
 def plan_memory(config: EngineConfig, checkpoint: Checkpoint) -> MemoryPlan:
     """The plan of a settled config; MemoryPlanError when it is over the budget."""
     drafts = config.speculative_num_steps or 0
+    draft = find_draft(config, checkpoint)
+    mtp = drafts > 0 and draft is None
     budget, kept = config.memory_budget, config.checkpoint_budget
     assert config.max_context is not None and not isinstance(budget, str) and isinstance(kept, int)
     assert config.prefill_chunk is not None
     return make_plan(
         checkpoint.spec,
-        weight_elements=_weight_elements(checkpoint, drafts > 0, config),
+        weight_elements=_weight_elements(checkpoint, mtp, config)
+        + (draft_elements(draft.spec) if draft is not None else 0),
         rows=max(drafts + 1, 2),
-        drafts=drafts,
+        mtp=mtp,
+        drafter=draft.spec if draft is not None else None,
         max_context=config.max_context,
         chunk=config.prefill_chunk,
         checkpoints=kept if config.prefix_reuse != "off" else 0,
@@ -239,6 +248,8 @@ def load_runtime(
     choices = choose_ops(config, spec)
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     drafts, kept = config.speculative_num_steps or 0, config.checkpoint_budget
+    draft = find_draft(config, checkpoint)
+    mtp = drafts > 0 and draft is None
     assert verify is None or not drafts, "the drafter decides how many rows are verified"
     verified = drafts if verify is None else verify - 1
     rows = max(verified + 1, 2)
@@ -248,7 +259,7 @@ def load_runtime(
         torch.set_num_threads(config.threads)  # before the first product
     if device.type == "cuda":
         hear_compiles()
-    provider = _Counted(checkpoint, drafts > 0, progress) if progress is not None else checkpoint
+    provider = _Counted(checkpoint, mtp, progress) if progress is not None else checkpoint
     builder = Builder(
         provider,
         device,
@@ -257,8 +268,16 @@ def load_runtime(
         router=DTYPES[config.router_dtype],
         head=DTYPES[config.lm_head_dtype],
     )
-    weights = builder.model(spec, mtp=drafts > 0)
-    stream = Stream(spec, max_context=config.max_context, rows=rows, draft=drafts > 0, device=device, dtype=dtype)
+    weights = builder.model(spec, mtp=mtp)
+    stream = Stream(
+        spec,
+        max_context=config.max_context,
+        rows=rows,
+        draft=mtp,
+        device=device,
+        dtype=dtype,
+        drafter=draft.spec if draft is not None else None,
+    )
     turn = turn_table(spec, positions_for(config.max_context), device)
     relay = Relay.allocate(
         rows=rows,
@@ -269,6 +288,7 @@ def load_runtime(
         slots=RING_SLOTS,
         device=device,
         dtype=dtype,
+        taps=len(draft.spec.taps) if draft is not None else 0,
     )
     parts = Parts(
         spec=spec,
@@ -281,6 +301,7 @@ def load_runtime(
         verify=verified,
         device=device,
         dtype=dtype,
+        drafter=make_drafter(config, draft, device, dtype) if draft is not None else None,
     )
     programs = build(parts)
     executor: Executor = EagerExecutor(relay, stream, early=device.type == "cpu")

@@ -22,7 +22,8 @@ from soliton.measure.golden import Exact, Golden, Rounded, margins, same
 
 OWN = ("ling-micro", "kimi-micro")
 OTHERS = ("ling-mini-128",)
-UNSUPPORTED = ("ling-micro-fp8", "ling-micro-int4", "ling-mini-128-fp8", "dspark-ling-micro", "dspark-ling-mini-128")
+DRAFTS = ("dspark-ling-micro", "dspark-ling-mini-128")
+UNSUPPORTED = ("ling-micro-fp8", "ling-micro-int4", "ling-mini-128-fp8")
 
 
 def failures(report: Report) -> list[str]:
@@ -30,7 +31,7 @@ def failures(report: Report) -> list[str]:
 
 
 def case(name: str, data: Path) -> Path:
-    if name in OWN:
+    if name in OWN or name == DRAFTS[0]:
         return data / name
     path = shared_path() / "conformance" / name
     if not path.is_dir():
@@ -54,7 +55,21 @@ class TestCases:
             exact = {"accept lengths, one piece", "MTP drafts of every round", "trace mtp_hidden"}
             assert dtype != "float32" or exact <= judged
 
-    @pytest.mark.parametrize("name", OWN)
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("name", DRAFTS)
+    def test_a_draft_agrees(self, name: str, dtype: str, data_dir: Path) -> None:
+        report = conform(case(name, data_dir), dtype=dtype)
+        assert not report.skipped and failures(report) == []
+        judged = {c.quantity for c in report.checks if c.passed}
+        assert {"continuation, DSpark = plain", "continuation, DSpark"} <= judged
+        if dtype == "bfloat16":
+            assert {"logits median, given features", "logits p90, given features"} <= judged
+            return
+        of_blocks = {f"block {part}" for part in ("hidden", "base_logits", "logits", "confidence_logits", "residuals")}
+        of_rounds = {"drafts of every round", "confidence logits of every round", "accept lengths", "first drafts"}
+        assert {"taps", "features", "ctx_k", "ctx_v"} | of_blocks | of_rounds <= judged
+
+    @pytest.mark.parametrize("name", [*OWN, *DRAFTS])
     def test_our_copies_are_the_published_ones(self, name: str, data_dir: Path, shared_dir: Path) -> None:
         ours, theirs = data_dir / name, shared_dir / "conformance" / name
         names = sorted(file.name for file in theirs.iterdir())
@@ -63,7 +78,7 @@ class TestCases:
 
     def test_every_published_case_is_compared_or_known_to_be_unsupported(self, shared_dir: Path) -> None:
         found = {path.name for path in find_cases([shared_dir / "conformance"])}
-        assert found == {*OWN, *OTHERS, *UNSUPPORTED}
+        assert found == {*OWN, *OTHERS, *DRAFTS, *UNSUPPORTED}
 
     @pytest.mark.parametrize("name", UNSUPPORTED)
     def test_unsupported_kinds_are_named(self, name: str, shared_dir: Path) -> None:

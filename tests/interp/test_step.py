@@ -17,7 +17,7 @@ from emulated_sweep import execute
 from soliton import Engine, SamplingParams
 from soliton.ops import device, embed, kda, linear, mla, moe, norm, rope, select, sweep
 
-TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton")
+TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton", "draft_triton")
 
 
 def enter(
@@ -129,6 +129,27 @@ def test_a_step(emulated: None, case: Path, steps: int, which: int) -> None:
     assert got.token_ids == KEPT[which], "drafts change nothing"
     if got.logprobs:
         assert all(-20 < one.logprob < 0 for one in got.logprobs)
+
+
+COSTS = '{"draft_us": 300, "verify_us": [1, 2, 3, 4, 5, 6, 7, 900, 901], "model": "", "draft": "", "device": "", \
+"commit": null, "versions": {}}'
+
+
+@pytest.mark.parametrize("settings", [{}, {"draft_verify": "fixed", "draft_verify_tokens": 3}, {"draft_costs": COSTS}])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_block_drafter(emulated: None, case: Path, tmp_path: Path, settings: dict[str, Any], which: int) -> None:
+    """Its kernels, and rows that the schedule takes away."""
+    if "draft_costs" in settings:
+        (tmp_path / "costs.json").write_text(COSTS)
+        settings = {"draft_costs": str(tmp_path / "costs.json")}
+    draft = str(case.parent / "dspark-ling-mini-128")
+    with engine(case, speculation="dspark", draft=draft, **settings) as made:
+        got = made.generate(prompt(), PARAMS[which])
+        lengths = got.stats.accept_lengths
+    with engine(case, speculation="off") as plain:
+        want = KEPT.setdefault(which, plain.generate(prompt(), PARAMS[which]).token_ids)
+    assert got.token_ids == want, "drafts change nothing"
+    assert "draft_verify_tokens" not in settings or max(lengths) <= 4
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -29,6 +29,7 @@ from soliton.errors import ConfigError, UnsupportedError
 FACTS = Facts(model="ling", has_mtp=True, max_position=131072, free_memory={"cpu": 1000, "cuda:0": 2000})
 PLAIN = dataclasses.replace(FACTS, model="kimi", has_mtp=False, max_position=4096)
 GPU = dataclasses.replace(FACTS, cuda_devices=2)
+DRAFTED = dataclasses.replace(FACTS, has_draft=True, draft_tokens=7, draft_confidence=True)
 
 
 def engine(**values: Any) -> EngineConfig:
@@ -244,6 +245,7 @@ class TestResolve:
             speculation="nextn",
             speculative_num_steps=3,
             speculative_num_draft_tokens=4,
+            draft_verify="all",
             executor="eager",
             max_context=8192,
             run_ahead=0,
@@ -253,7 +255,8 @@ class TestResolve:
             threads=1,
         )
         by_key = {decision.key: decision for decision in decided}
-        left = {k for k, v in dataclasses.asdict(config).items() if v in (None, "auto")} - {"draft"}
+        left = {k for k, v in dataclasses.asdict(config).items() if v in (None, "auto")}
+        left -= {"draft", "draft_verify_tokens", "draft_threshold", "draft_costs", "draft_calibration"}
         assert set(by_key) == left
         assert all(getattr(new, key) == decision.value for key, decision in by_key.items())
         assert str(by_key["speculation"]) == "speculation = nextn: ling has an MTP layer"
@@ -298,8 +301,22 @@ class TestResolve:
         [
             ({"speculation": "nextn"}, PLAIN, ConfigError, "speculation = 'nextn': kimi has no MTP layer"),
             ({"speculative_num_steps": 2}, PLAIN, ConfigError, "speculative_num_steps is set, but kimi has no MTP"),
-            ({"speculation": "dspark"}, FACTS, UnsupportedError, "DSpark drafts are not in this version yet"),
-            ({"draft": "d"}, FACTS, UnsupportedError, "DSpark drafts are not in this version yet"),
+            ({"speculation": "dspark"}, FACTS, ConfigError, "no draft is given and none is bundled with ling"),
+            ({"draft": "d", "speculative_num_steps": 5}, DRAFTED, ConfigError, "= 5, but the draft's block gives 7"),
+            ({"draft": "d", "speculative_num_draft_tokens": 7}, DRAFTED, ConfigError, "but the draft's block gives 8"),
+            (
+                {"draft": "d", "draft_verify": "fixed", "draft_verify_tokens": 8},
+                DRAFTED,
+                ConfigError,
+                "draft_verify_tokens = 8, but the draft's block has 7",
+            ),
+            (
+                {"draft": "d", "draft_costs": "c"},
+                dataclasses.replace(DRAFTED, draft_confidence=False),
+                ConfigError,
+                "needs a confidence head, and the draft has none",
+            ),
+            ({"draft_verify": "fixed", "draft_verify_tokens": 2}, FACTS, ConfigError, "is of a DSpark draft, and"),
             ({"dtype": "float16"}, FACTS, UnsupportedError, "dtype = 'float16' is not supported on cpu"),
             ({"dtype": "float16"}, GPU, UnsupportedError, "dtype = 'float16' is not supported on cuda"),
             ({"device": "cuda"}, FACTS, ConfigError, "device = 'cuda': this machine has 0 CUDA devices"),
@@ -312,7 +329,11 @@ class TestResolve:
             resolve(engine(**values), facts)
 
     def test_a_draft_that_fits_is_used(self) -> None:
-        assert resolve(engine(draft="d"), dataclasses.replace(FACTS, has_draft=True))[0].speculation == "dspark"
+        new, decided = resolve(engine(draft="d"), DRAFTED)
+        assert (new.speculation, new.speculative_num_steps, new.speculative_num_draft_tokens) == ("dspark", 7, 8)
+        assert new.draft_verify == "all" and any(d.key == "draft_verify" for d in decided)
+        assert resolve(new, DRAFTED)[0] == new
+        assert resolve(engine(draft="d", draft_costs="c"), DRAFTED)[0].draft_verify == "cost"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ GIB = 1 << 30
 def plan(name: str, device: str, chunk: int, context: int = 9216) -> MemoryPlan:
     spec = spec_from_config(PUBLISHED[name], where=name, name=name)
     return make_plan(
-        spec, weight_elements=0, rows=2, drafts=0, max_context=context, chunk=chunk, checkpoints=0, budget=None,
+        spec, weight_elements=0, rows=2, mtp=False, max_context=context, chunk=chunk, checkpoints=0, budget=None,
         device=torch.device(device), dtype=torch.bfloat16,
     )  # fmt: skip
 

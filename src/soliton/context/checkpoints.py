@@ -3,7 +3,8 @@
 A node stores what its parent does not: the ids and KV segments from the parent's end to its own, and its own state,
 conv tail and boundary hidden. Restoring walks the path from the root and copies into the stream's buffers. The MTP
 entry at a node's boundary depends on the token after it, so it is never stored: whoever continues computes it from
-the boundary hidden.
+the boundary hidden. Of a block drafter the features are kept, not the keys and values made of them, which would be 16
+times as large for Ling-3.0-flash's: whoever restores makes them anew.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Saved:
     ids: tuple[int, ...] = ()
     kv: Tensor | None = None
     draft_kv: Tensor | None = None
+    features: Tensor | None = None
     state: Tensor | None = None
     tail: Tensor | None = None
     boundary: Tensor | None = None
@@ -34,7 +36,7 @@ class Saved:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors this node owns."""
-        owned = (self.kv, self.draft_kv, self.state, self.tail, self.boundary)
+        owned = (self.kv, self.draft_kv, self.features, self.state, self.tail, self.boundary)
         return sum(t.nbytes for t in owned if t is not None)
 
 
@@ -52,7 +54,8 @@ class CheckpointTree:
         return best if best.length else None
 
     def restore(self, node: Saved, stream: Stream) -> None:
-        """Copy the node's whole sequence into the stream's buffers and make it the committed state."""
+        """Copy the node's whole sequence into the stream's buffers and make it the committed state; a block drafter's
+        keys and values are the caller's to make of the features."""
         for part in self._path(node):
             start = part.parent.length if part.parent is not None else 0
             if part.kv is None:
@@ -60,6 +63,8 @@ class CheckpointTree:
             stream.kv[:, start : part.length] = part.kv
             if part.draft_kv is not None and stream.draft_kv is not None:
                 stream.draft_kv[max(start - 1, 0) : part.length - 1] = part.draft_kv
+            if part.features is not None and stream.features is not None:
+                stream.features[start : part.length] = part.features
             self._touch(part)
         assert node.state is not None and node.tail is not None and node.boundary is not None
         stream.states[0] = node.state
@@ -86,6 +91,7 @@ class CheckpointTree:
             ids=tuple(ids[start:length]),
             kv=stream.kv[:, start:length].clone(),
             draft_kv=stream.draft_kv[draft_start : length - 1].clone() if stream.draft_kv is not None else None,
+            features=stream.features[start:length].clone() if stream.features is not None else None,
             state=snapshot.state,
             tail=snapshot.tail,
             boundary=snapshot.boundary,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..model.decoder import Memory
+from ..model.draft_spec import DraftSpec
 from ..model.kda import channels
 from ..model.spec import KdaSpec, MlaSpec, ModelSpec
 from ..ops import device as where
@@ -29,10 +30,6 @@ class Sizes:
     states: int
     windows: int
 
-    @property
-    def total(self) -> int:
-        return self.kv + self.draft_kv + self.states + self.windows
-
 
 def positions_for(max_context: int) -> int:
     """KV positions kept for ``max_context`` tokens: slack for a last step's rows, then up to a whole block."""
@@ -42,21 +39,36 @@ def positions_for(max_context: int) -> int:
 class Stream:
     """Buffers for one sequence of up to ``max_context`` tokens and steps of up to ``rows`` rows.
 
-    kv: [mla layers, positions, kv_rank + rope]; draft_kv: [positions, D] of the MTP layer or
-    None; states: float32 [rows + 1, kda layers, n, K, V], slot 0 committed; windows: [W-1+rows, kda layers, channels],
-    the first W-1 rows committed; boundary: [2, hidden], the target's state at the last committed position after its
-    final norm (twice the same row: the draft's next input); current: int64 [1], the slot of the committed state in a
-    step on a GPU, where committing moves it instead of copying states. Outside a step it is slot 0.
+    kv: [mla layers, positions, kv_rank + rope]; draft_kv: [positions, D] of the MTP layer or None; features:
+    [positions, hidden] and draft_cache: [layers, 2, positions, m, d] of a block drafter (ops.draft), the second made of
+    the first, or None; states: float32 [rows + 1, kda layers, n, K, V], slot 0 committed; windows: [W-1+rows, kda
+    layers, channels], the first W-1 rows committed; boundary: [2, hidden], the target's state at the last committed
+    position after its final norm (twice the same row: the draft's next input); current: int64 [1], the slot of the
+    committed state in a step on a GPU, where committing moves it and copies no states. Outside a step it is slot 0.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, max_context: int, rows: int, draft: bool, device: torch.device, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        *,
+        max_context: int,
+        rows: int,
+        draft: bool,
+        device: torch.device,
+        dtype: torch.dtype,
+        drafter: DraftSpec | None = None,
     ) -> None:
         self.spec, self.max_context, self.rows = spec, max_context, rows
         self.positions = positions_for(max_context)
         shapes = _shapes(spec, max_context, rows, draft)
         self.kv = torch.zeros(shapes["kv"], dtype=dtype, device=device)
         self.draft_kv = torch.zeros(shapes["draft_kv"], dtype=dtype, device=device) if draft else None
+        self.features: Tensor | None = None
+        self.draft_cache: Tensor | None = None
+        if drafter is not None:
+            features, cache = (_drafter_shapes(drafter, max_context)[name] for name in ("features", "draft_cache"))
+            self.features = torch.zeros(features, dtype=dtype, device=device)
+            self.draft_cache = torch.zeros(cache, dtype=dtype, device=device)
         self.states = torch.zeros(shapes["states"], dtype=torch.float32, device=device)
         self.windows = torch.zeros(shapes["windows"], dtype=dtype, device=device)
         self.boundary = torch.zeros(2, spec.hidden, dtype=dtype, device=device)
@@ -122,7 +134,8 @@ class Stream:
         named = {"kv": self.kv, "states": self.states, "windows": self.windows, "boundary": self.boundary}
         named["current"] = self.current
         named |= {f"mark {i}": t for i, t in enumerate(self.marks or ())}
-        return named | ({"draft_kv": self.draft_kv} if self.draft_kv is not None else {})
+        drafts = {"draft_kv": self.draft_kv, "features": self.features, "draft_cache": self.draft_cache}
+        return named | {name: t for name, t in drafts.items() if t is not None}
 
 
 def _shapes(spec: ModelSpec, max_context: int, rows: int, draft: bool) -> dict[str, tuple[int, ...]]:
@@ -143,16 +156,28 @@ def _shapes(spec: ModelSpec, max_context: int, rows: int, draft: bool) -> dict[s
     return shapes
 
 
-def sizes(spec: ModelSpec, *, max_context: int, rows: int, draft: bool, dtype: torch.dtype) -> Sizes:
+def _drafter_shapes(spec: DraftSpec, max_context: int) -> dict[str, tuple[int, ...]]:
+    positions = positions_for(max_context)
+    cache = (spec.layers, 2, positions, spec.kv_heads, spec.head_dim)
+    return {"features": (positions, spec.hidden), "draft_cache": cache}
+
+
+def sizes(
+    spec: ModelSpec, *, max_context: int, rows: int, draft: bool, dtype: torch.dtype, drafter: DraftSpec | None = None
+) -> Sizes:
     """Bytes that a Stream of these sizes takes."""
     shapes = _shapes(spec, max_context, rows, draft)
+    drafts = ["draft_kv"] if draft else []
+    if drafter is not None:
+        shapes |= _drafter_shapes(drafter, max_context)
+        drafts += ["features", "draft_cache"]
 
     def count(name: str, width: int) -> int:
         return int(torch.Size(shapes[name]).numel()) * width
 
     return Sizes(
         kv=count("kv", dtype.itemsize),
-        draft_kv=count("draft_kv", dtype.itemsize) if draft else 0,
+        draft_kv=sum(count(name, dtype.itemsize) for name in drafts),
         states=count("states", 4),
         windows=count("windows", dtype.itemsize),
     )

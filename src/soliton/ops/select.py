@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import bound, bulk, embed, kda, linear, mla, moe, norm, rope, router
+from . import bound, bulk, draft, embed, kda, linear, mla, moe, norm, rope, router
 from . import device as where
 from .weight import Weight
 
@@ -86,6 +86,9 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     "mla.gate": mla.gate_reference,
     "router": router.reference,
     "swiglu": moe.swiglu_reference,
+    "draft.query": draft.query_reference,
+    "draft.store": draft.store_reference,
+    "draft.attend": draft.attend_reference,
 }
 
 
@@ -109,6 +112,11 @@ def _attend_with_scratch(out: Tensor, query: Tensor, cache: Tensor, *rest: Any) 
     kernels = importlib.import_module(f"{__package__}.mla_triton")
     scratch = kernels.scratch(query.shape[0], query.shape[1], out.shape[2], cache)
     return partial(kernels.attend, out, query, cache, *rest, *scratch)
+
+
+def _draft_attend(out: Tensor, query: Tensor, cache: Tensor, length: Tensor) -> Callable[[], Any]:
+    kernels = importlib.import_module(f"{__package__}.draft_triton")
+    return partial(kernels.attend, out, query, cache, length, *kernels.scratch(query, cache))
 
 
 def _in_a_step(*args: Any) -> None:
@@ -151,13 +159,15 @@ def _choose_cuda() -> dict[str, Choice]:
         "kda.commit": ("kda_triton", "commit"),
         "mla.heads": ("mla_triton", "heads"),
         "mla.enter": ("mla_triton", "enter"),
+        "draft.query": ("draft_triton", "query"),
+        "draft.store": ("draft_triton", "store"),
     }
     for op, (module, name) in kernels.items():
         chosen[op] = Choice(op, "triton", prompt.get(op, _in_a_step), _TRITON, _launch(module, name))
     attend = prompt["mla.attend"]
-    chosen["mla.attend"] = Choice(
-        "mla.attend", "triton", attend, "split over the cache, combined", _attend_with_scratch
-    )
+    split = "split over the cache, combined"
+    chosen["mla.attend"] = Choice("mla.attend", "triton", attend, split, _attend_with_scratch)
+    chosen["draft.attend"] = Choice("draft.attend", "triton", prompt["draft.attend"], split, _draft_attend)
     return chosen
 
 

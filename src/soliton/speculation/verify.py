@@ -76,10 +76,15 @@ def _refill(relay: Relay, turn: Tensor | None, drafts: int) -> None:
         torch.index_select(turn, 0, relay.positions, out=relay.turn)
 
 
-def record_forward(tape: Tape, w: ModelWeights, spec: ModelSpec, memory: Memory, relay: Relay) -> None:
-    """The target over all rows: relay.hidden and relay.logits."""
+def record_forward(
+    tape: Tape, w: ModelWeights, spec: ModelSpec, memory: Memory, relay: Relay, taps: tuple[int, ...] = ()
+) -> None:
+    """The target over all rows: relay.hidden, relay.logits, and relay.taps after the layers ``taps``."""
     rows = Rows(positions=relay.positions, live=relay.rows, turn=relay.turn, decode=True)
-    hidden = decoder(tape, w, spec, relay.tokens, memory, rows)
+    by_layer = {}
+    if relay.taps is not None:
+        by_layer = dict(zip(taps, relay.taps.split(spec.hidden, 1), strict=True))
+    hidden = decoder(tape, w, spec, relay.tokens, memory, rows, by_layer)
     tape.call("copy", relay.hidden, hidden)
     tape.call("linear", relay.logits, hidden, w.head)
 

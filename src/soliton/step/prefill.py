@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..model.prefill import BLOCK, Pass, mtp_pass, target_pass
+from ..speculation.dspark import read_context
 from .program import Parts
 
 
@@ -33,7 +34,7 @@ class Prefill:
 
         MTP entries up to end - 2 exist afterwards; entry end - 1 waits for the token after it (``seal``). ``trace``
         collects intermediates of a single pass. ``cancelled`` is asked before each pass; True stops early.
-        ``taps``: layers whose residuals the passes bring along.
+        ``taps``: layers whose residuals the passes bring along, a block drafter's where none are named.
         """
         parts, at = self._parts, start
         # all of them to the device at once: a copy for each pass would wait for the pass before it
@@ -51,12 +52,22 @@ class Prefill:
                 parts.stream.committed,
                 parts.stream.keep,
                 parts.turn,
-                taps,
+                taps or (parts.drafter.spec.taps if parts.drafter is not None else ()),
             )
+            if parts.drafter is not None and not taps and step.taps is not None:
+                read_context(parts.immediate(), parts.drafter, parts.stream, at, stop - at, step.taps)
             self._follow(tokens[max(at, 1) - start : stop - start], at, step.hidden)
             parts.stream.boundary.copy_(step.hidden[-1:].expand(2, -1))
             at = stop
             yield step
+
+    def restored(self, length: int) -> None:
+        """After a checkpoint of ``length`` tokens came back: the block drafter's keys and values, cut like a prompt."""
+        parts, at = self._parts, 0
+        while parts.drafter is not None and at < length:
+            stop = min(length, (at // self.chunk + 1) * self.chunk)
+            read_context(parts.immediate(), parts.drafter, parts.stream, at, stop - at)
+            at = stop
 
     def seal(self, token: int, length: int) -> Tensor | None:
         """The MTP entry at ``length`` - 1, whose next token is now known; returns its output [1, hidden]."""

@@ -18,7 +18,7 @@ from ..model.weights import ModelWeights
 from ..ops import device as where
 from ..ops.select import Choice
 from ..ops.tape import Tape
-from ..speculation import nextn, verify
+from ..speculation import dspark, nextn, verify
 from ..speculation.verify import Mode
 from .relay import Relay
 
@@ -48,7 +48,8 @@ class Program:
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What programs are built over. ``drafts``: S, 0 for plain decoding; ``verify``: rows after the first when there
-    are drafts (S, or what a measurement asks for). ``turn``: the rotary table or None."""
+    are drafts (S, or what a measurement asks for). ``turn``: the rotary table or None. ``drafter``: a block drafter;
+    without one the model's own MTP layer drafts."""
 
     spec: ModelSpec
     weights: ModelWeights
@@ -60,6 +61,7 @@ class Parts:
     verify: int
     device: torch.device
     dtype: torch.dtype
+    drafter: dspark.Drafter | None = None
 
     def tape(self) -> Tape:
         """An empty recording."""
@@ -79,7 +81,8 @@ def build(parts: Parts) -> dict[Mode, Program]:
     refill = parts.tape()
     verify.record_refill(refill, relay, parts.turn, parts.verify)
     forward = parts.tape()
-    verify.record_forward(forward, parts.weights, parts.spec, stream.staged(), relay)
+    taps = parts.drafter.spec.taps if parts.drafter is not None else ()
+    verify.record_forward(forward, parts.weights, parts.spec, stream.staged(), relay, taps)
     forward.finish(relay.rows)
     commit = parts.tape()
     commit.call("kda.commit", stream.states, stream.windows, relay.taken, stream.current)
@@ -98,13 +101,7 @@ def build(parts: Parts) -> dict[Mode, Program]:
         verify.record_verdict(verdict, relay, mode, parts.spec.vocab, parts.drafts, laws)
         phases = [Phase("refill", refill)]
         if parts.drafts:
-            draft, extend = parts.tape(), parts.tape()
-            assert stream.draft_kv is not None
-            one = nextn.record_draft(
-                draft, parts.weights, parts.spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts, laws
-            )
-            draft.finish(one)
-            extend.finish(nextn.record_extend(extend, parts.weights, parts.spec, stream.draft_kv, relay, mode, laws))
+            draft, extend = _speculate(parts, mode, laws)
             phases.append(Phase("draft", draft, guard=relay.drafted))
         phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]
         if parts.drafts:
@@ -112,3 +109,17 @@ def build(parts: Parts) -> dict[Mode, Program]:
         phases.append(Phase("publish", publish))
         programs[mode] = Program(mode, tuple(phases))
     return programs
+
+
+def _speculate(parts: Parts, mode: Mode, laws: verify.Laws | None) -> tuple[Tape, Tape]:
+    """The draft and extend phases."""
+    draft, extend = parts.tape(), parts.tape()
+    w, spec, stream, relay, drafter = parts.weights, parts.spec, parts.stream, parts.relay, parts.drafter
+    if drafter is not None:
+        draft.finish(dspark.record_draft(draft, drafter, w, stream, relay, mode, laws))
+        extend.finish(dspark.record_extend(extend, drafter, stream, relay))
+        return draft, extend
+    assert stream.draft_kv is not None
+    draft.finish(nextn.record_draft(draft, w, spec, stream.draft_kv, relay, mode, parts.turn, parts.drafts, laws))
+    extend.finish(nextn.record_extend(extend, w, spec, stream.draft_kv, relay, mode, laws))
+    return draft, extend

@@ -36,6 +36,8 @@ class Relay:
     hidden: Tensor  # [R, hidden], the target's after its final norm
     logits: Tensor  # float32 [R, V padded], raw
     seed: Tensor  # [2, hidden]
+    taps: Tensor | None  # [R, taps * hidden], the target's residuals that a block drafter reads
+    confidence: Tensor  # float32 [max(S, 1)], logits of each draft's acceptance, of a block drafter
     draft_law: Tensor  # float32 [max(S, 1), V], laws the drafts were drawn from (sampled steps)
     draft_counts: Tensor  # int32 [V], counts plus the drafts so far (processors)
     new_tokens: Tensor  # int64 [R], accepted drafts, the target's token, then -1
@@ -79,6 +81,7 @@ class Relay:
         slots: int,
         device: torch.device,
         dtype: torch.dtype,
+        taps: int = 0,
     ) -> Relay:
         """All buffers, zeroed. ``rows`` >= 2 (a single row has other bits on a CPU); rope_pairs 0: no rotation."""
         assert rows >= 2
@@ -101,6 +104,8 @@ class Relay:
             hidden=torch.zeros(rows, hidden, dtype=dtype, device=device),
             logits=real(rows, padded_vocab),
             seed=torch.zeros(2, hidden, dtype=dtype, device=device),
+            taps=torch.zeros(rows, taps * hidden, dtype=dtype, device=device) if taps else None,
+            confidence=real(drafts),
             draft_law=real(drafts, vocab),
             draft_counts=torch.zeros(vocab, dtype=torch.int32, device=device),
             new_tokens=whole(rows),

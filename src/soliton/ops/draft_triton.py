@@ -1,0 +1,198 @@
+"""A block drafter's small kernels in a step on a GPU, each beside its reference in ops.draft or model.dspark. Only
+where CUDA is.
+
+Letters as in ops.draft. The rows of all query heads of one key/value head lie together: row b * G + g of group m is row
+b of head m * G + g.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .chain import chained
+
+BLOCK = 64  # positions of a tile
+PROGRAMS = 264  # of an attention: two a multiprocessor
+
+
+@triton.jit
+def _turned(x, weight, turn, row, eps, D: tl.constexpr):
+    """The two halves of a head's values, normed, weighted and rotated."""
+    half = tl.arange(0, D // 2)
+    first, second = tl.load(x + half).to(tl.float32), tl.load(x + D // 2 + half).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / D + eps)
+    first = first * scale * tl.load(weight + half)
+    second = second * scale * tl.load(weight + D // 2 + half)
+    cos = tl.load(turn + row * D + half * 2)
+    sin = tl.load(turn + row * D + half * 2 + 1)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _query(out, q, weight, turn, ld, HEADS: tl.constexpr, D: tl.constexpr, eps, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, head = tl.program_id(0), tl.program_id(1)
+    half = tl.arange(0, D // 2)
+    first, second = _turned(q + row * ld + head * D, weight, turn, row, eps, D)
+    to = out + (row * HEADS + head) * D + half
+    tl.store(to, first.to(out.dtype.element_ty))
+    tl.store(to + D // 2, second.to(out.dtype.element_ty))
+
+
+def query(out: Tensor, q: Tensor, weight: Tensor, turn: Tensor, eps: float) -> None:
+    """See ops.draft.query_reference. out: [R, n, d] contiguous; q: [R, n * d], rows at any stride; d a power of two."""
+    rows, heads, width = out.shape
+    assert q.stride(1) == 1 and out.is_contiguous() and turn.is_contiguous()
+    _query[(rows, heads)](
+        out, q, weight, turn, q.stride(0), heads, width, eps, PDL=chained(), num_warps=1, launch_pdl=chained()
+    )
+
+
+@triton.jit
+def _store(cache, kv, weight, turn, positions, ld, plane, GROUPS: tl.constexpr, D: tl.constexpr, eps,
+           PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, group = tl.program_id(0), tl.program_id(1)
+    half = tl.arange(0, D // 2)
+    first, second = _turned(kv + row * ld + group * D, weight, turn, row, eps, D)
+    to = cache + (tl.load(positions + row) * GROUPS + group) * D
+    tl.store(to + half, first.to(cache.dtype.element_ty))
+    tl.store(to + D // 2 + half, second.to(cache.dtype.element_ty))
+    whole = tl.arange(0, D)
+    tl.store(to + plane + whole, tl.load(kv + row * ld + (GROUPS + group) * D + whole))
+
+
+def store(cache: Tensor, kv: Tensor, weight: Tensor, turn: Tensor, positions: Tensor, eps: float) -> None:
+    """See ops.draft.store_reference. cache: [2, P, m, d] contiguous; kv: [R, 2 * m * d], rows at any stride."""
+    _, _, groups, width = cache.shape
+    assert cache.is_contiguous() and kv.stride(1) == 1 and kv.dtype == cache.dtype and turn.is_contiguous()
+    _store[(kv.shape[0], groups)](
+        cache, kv, weight, turn, positions, kv.stride(0), cache.stride(0), groups, width, eps, PDL=chained(),
+        num_warps=1, launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend(part, level, q, cache, length, plane, scale, B: tl.constexpr, SPLITS: tl.constexpr, G: tl.constexpr,
+            GROUPS: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    group, split = tl.program_id(0), tl.program_id(1)
+    end = tl.load(length) + B
+    span = tl.cdiv(tl.cdiv(end, SPLITS), BLOCK) * BLOCK  # positions of a split
+    start = split * span
+    stop = tl.minimum(start + span, end)
+    rows, cols, places = tl.arange(0, M), tl.arange(0, D), tl.arange(0, BLOCK)
+    inside = rows < B * G
+    head = (rows // G) * (GROUPS * G) + group * G + rows % G
+    asked = tl.load(q + head[:, None] * D + cols[None, :], mask=inside[:, None], other=0.0)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, D], tl.float32)
+    for at in range(start, stop, BLOCK):
+        seen = at + places < stop
+        line = ((at + places).to(tl.int64) * GROUPS + group) * D
+        keys = tl.load(cache + line[None, :] + cols[:, None], mask=seen[None, :], other=0.0)
+        scores = tl.dot(asked, keys, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        kept = tl.exp(top - higher)
+        values = tl.load(cache + plane + line[:, None] + cols[None, :], mask=seen[:, None], other=0.0)
+        total = total * kept + tl.sum(weights, 1)
+        acc = acc * kept[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        top = higher
+    place = (group * SPLITS + split) * M + rows
+    tl.store(part + place[:, None] * D + cols[None, :], acc)
+    tl.store(level + place * 2, top)
+    tl.store(level + place * 2 + 1, total)
+
+
+@triton.jit
+def _combine(out, part, level, SPLITS: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, GROUPS: tl.constexpr,
+             M: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, head = tl.program_id(0), tl.program_id(1)
+    splits, cols = tl.arange(0, PARTS), tl.arange(0, D)
+    there = splits < SPLITS
+    place = ((head // G) * SPLITS + splits) * M + row * G + head % G
+    top = tl.load(level + place * 2, mask=there, other=float("-inf"))  # of an empty split: -inf
+    weight = tl.exp(top - tl.max(top))
+    total = tl.sum(weight * tl.load(level + place * 2 + 1, mask=there, other=0.0))
+    found = tl.load(part + place[:, None] * D + cols[None, :], mask=there[:, None], other=0.0)
+    value = tl.sum(found * weight[:, None], 0) / total
+    tl.store(out + (row * GROUPS * G + head) * D + cols, value.to(out.dtype.element_ty))
+
+
+def scratch(q: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """What ``attend`` leaves between its two kernels: sums float32 [m, splits, M, d], and maxima with totals."""
+    rows, heads, width = q.shape
+    groups = cache.shape[2]
+    tall, splits = _tall(rows * heads // groups), _splits(groups, cache.shape[1])
+    made = torch.zeros(groups, splits, tall, width, dtype=torch.float32, device=q.device)
+    return made, torch.zeros(groups, splits, tall, 2, dtype=torch.float32, device=q.device)
+
+
+def _tall(rows: int) -> int:
+    return max(16, int(triton.next_power_of_2(rows)))
+
+
+def _splits(groups: int, positions: int) -> int:
+    """Splits of the positions: enough programs for all multiprocessors, none without a tile at the longest."""
+    return max(1, min(PROGRAMS // groups, triton.cdiv(positions, BLOCK)))
+
+
+def attend(out: Tensor, q: Tensor, cache: Tensor, length: Tensor, part: Tensor, level: Tensor) -> None:
+    """See ops.draft.attend_reference. out, q: [B, n, d] contiguous; cache: [2, P, m, d]; part, level: ``scratch``'s.
+    Weights are rounded to the cache's dtype before they meet the values."""
+    rows, heads, width = q.shape
+    groups, splits, tall = part.shape[:3]
+    each = heads // groups
+    shape = {"SPLITS": splits, "G": each, "GROUPS": groups, "M": tall, "D": width, "PDL": chained()}
+    _attend[(groups, splits)](
+        part, level, q, cache, length, cache.stride(0), width**-0.5, B=rows, BLOCK=BLOCK, num_warps=4,
+        launch_pdl=chained(), **shape,
+    )  # fmt: skip
+    _combine[(rows, heads)](
+        out, part, level, PARTS=triton.next_power_of_2(splits), num_warps=4, launch_pdl=chained(), **shape
+    )
+
+
+@triton.jit
+def _markov(out, base, embedding, w, tokens, place, at, ld_base, ld_w, N, R: tl.constexpr, BLOCK_N: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    outputs, cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
+    inside = outputs < N
+    if PDL:
+        gdc_launch_dependents()
+    # the weights do not depend on what is in front
+    line = tl.load(w + outputs[:, None].to(tl.int64) * ld_w + cols[None, :], mask=inside[:, None], other=0.0)
+    if PDL:
+        gdc_wait()
+    e = tl.load(embedding + tl.load(tokens + place) * R + cols).to(tl.float32)
+    value = tl.load(base + at * ld_base + outputs, mask=inside, other=0.0)
+    tl.store(out + outputs, value + tl.sum(line.to(tl.float32) * e[None, :], 1), mask=inside)
+
+
+def markov(out: Tensor, base: Tensor, embedding: Tensor, w: Tensor, tokens: Tensor, place: int, at: int) -> None:
+    """out[0] = base[at] + w^T embedding[tokens[place]]: the vanilla Markov head's logits. out: float32 [*, N]; base:
+    float32 [B, N]; embedding: [vocab, r]; w: [r, N], the transposed view of contiguous [N, r]; r a power of two.
+    Products and sums in float32."""
+    rank, count = embedding.shape[1], w.shape[1]
+    assert w.stride(0) == 1 and embedding.is_contiguous() and out.stride(1) == base.stride(1) == 1
+    _markov[(triton.cdiv(count, 64),)](
+        out, base, embedding, w, tokens, place, at, base.stride(0), w.stride(1), count, R=rank, BLOCK_N=64,
+        PDL=chained(), num_warps=4, launch_pdl=chained(),
+    )  # fmt: skip
