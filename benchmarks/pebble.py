@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from soliton import Engine, SamplingParams
+from soliton.measure.accept import count
 
 ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 128
 PROMPT_TOKENS = 128
 REPEATS = 5
 console = Console(stderr=True)
-
-
-def repeats(ids: Sequence[int], n: int = 8, times: int = 3) -> bool:
-    """Whether some n-gram stands ``times`` times in ids."""
-    grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
-    return bool(grams) and max(grams.values()) >= times
 
 
 def load_prompts(path: Path, limit: int | None) -> list[dict[str, Any]]:
@@ -53,28 +47,11 @@ def accept_lengths(
     prompts: list[dict[str, Any]], steps: int, threads: int, temperature: float, progress: Callable[[], None]
 ) -> dict[str, Any]:
     """Mean accept length over all steps that had drafts, by total tokens over total steps."""
-    tokens = count = excluded = 0
-    by_position: Counter[int] = Counter()
+    given = [row.get("messages") or row["prompt"] for row in prompts]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, top_k=0, top_p=1.0)
     with Engine.load("pebble", speculative_num_steps=steps, threads=threads, prefix_reuse="off") as engine:
-        for i, row in enumerate(prompts):
-            params = SamplingParams(max_tokens=NEW_TOKENS, temperature=temperature, top_k=0, top_p=1.0, seed=i)
-            answer = engine.generate(row.get("messages") or row["prompt"], params)
-            progress()
-            if temperature == 0 and repeats(answer.token_ids):
-                excluded += 1
-                continue
-            later = answer.stats.accept_lengths[1:]
-            tokens, count = tokens + sum(later), count + len(later)
-            for length in later:
-                by_position.update(range(1, length))
-    return {
-        "steps": steps,
-        "temperature": temperature,
-        "accept_length": tokens / count if count else None,
-        "prompts": len(prompts) - excluded,
-        "excluded": excluded,
-        "accepted_at_position": [by_position[k] / count for k in range(1, steps + 1)] if count else [],
-    }
+        found = count(engine, given, params, exclude=temperature == 0, progress=lambda done, total: progress())
+    return {"steps": steps, "temperature": temperature, **found.report(steps)}
 
 
 def teacher_forced(

@@ -1,5 +1,7 @@
 """Measure a model on this machine. `soliton measure step MODEL`: one step beside the floor that its bytes set.
-`soliton measure ttft MODEL`: the time to the first token of a fresh prompt.
+`soliton measure ttft MODEL`: the time to the first token of a fresh prompt. `accept`: tokens a step on prompts.
+Of a DSpark draft, `costs`: a step's time by verified rows, for --draft-costs; `calibration`: temperatures of its
+confidence head, for calibration.json beside it. Both into --out.
 
 The last line is JSON; with --json it is the only one.
 """
@@ -7,9 +9,11 @@ The last line is JSON; with --json it is the only one.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from ..config import EngineConfig
@@ -17,11 +21,21 @@ from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from . import common
 
-REPEATS = {"step": 30, "ttft": 7}
+REPEATS = {"step": 30, "ttft": 7, "costs": 15, "accept": 1, "calibration": 1}
+# flags that belong to some of what can be measured
+ONLY = {
+    "rows": ("step",),
+    "simulate_accept": ("step",),
+    "prompts": ("accept", "calibration"),
+    "limit": ("accept", "calibration"),
+    "out": ("costs", "calibration"),
+    "keep_repeating": ("accept",),
+}
+ANSWER_TOKENS = 128
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """step or ttft, MODEL and the flags."""
+    """What, MODEL and the flags."""
     parser.add_argument("what", choices=tuple(REPEATS), help="what to measure")
     common.add_engine(parser)
     common.add_sampling(parser)
@@ -39,6 +53,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate-accept", type=float, metavar="X", help="print the time a token at this accept length"
     )
+    parser.add_argument("--prompts", metavar="FILE", help='JSON lines with "prompt" or "messages"')
+    parser.add_argument("--limit", type=int, metavar="N", help="prompts of the file, spread over it; all when unset")
+    parser.add_argument(
+        "--keep-repeating", action="store_true", help="count greedy answers that repeat themselves, too"
+    )
+    parser.add_argument("--out", metavar="FILE", help="where the costs or temperatures go")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
 
 
@@ -50,19 +70,22 @@ def run(args: argparse.Namespace) -> int:
     repeats = REPEATS[args.what] if args.repeats is None else args.repeats
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}: at least 1 is needed")
-    if args.what == "ttft":
-        for flag in ("rows", "simulate_accept"):
-            if getattr(args, flag) is not None:
-                raise ConfigError(f"--{flag.replace('_', '-')} belongs to measure step; leave it out")
+    for flag, whose in ONLY.items():
+        if getattr(args, flag) and args.what not in whose:
+            belongs = " and ".join(f"measure {what}" for what in whose)
+            raise ConfigError(f"--{flag.replace('_', '-')} belongs to {belongs}; leave it out")
+    if args.what in ONLY["prompts"] and not args.prompts:
+        raise ConfigError(f"measure {args.what} answers prompts: give --prompts FILE")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
-    for flag in ("max_tokens", "stop", "prompt_logprobs"):
+    answers = args.what in ("accept", "calibration")
+    for flag in ("stop", "prompt_logprobs", *(() if answers else ("max_tokens",))):
         if getattr(params, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} changes nothing that is measured; leave it out")
     from ..ops.chain import unchained
 
     with unchained() if args.no_pdl else nullcontext():
-        title, rows, report = (_step if args.what == "step" else _ttft)(args, config, params, repeats)
+        title, rows, report = FUNCTIONS[args.what](args, config, params, repeats)
     if not args.json:
         common.table(title, (), rows)
     print(json.dumps(report))
@@ -101,3 +124,71 @@ def _ttft(args: argparse.Namespace, config: EngineConfig, params: SamplingParams
             config, context=args.context, params=params, repeats=repeats, load=common.load, progress=progress
         )
     return "time to first token", as_table(report), report
+
+
+def _answering(args: argparse.Namespace, params: SamplingParams) -> tuple[list[Any], SamplingParams]:
+    from ..measure.accept import read_prompts
+
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit {args.limit}: at least 1 prompt is needed")
+    most = ANSWER_TOKENS if params.max_tokens is None else params.max_tokens
+    return read_prompts(args.prompts, args.limit), dataclasses.replace(params, max_tokens=most)
+
+
+def _accept(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.accept import count
+    from ..measure.step import commit, sampling_words
+
+    prompts, params = _answering(args, params)
+    with common.load(config) as engine, common.bar("answering") as progress:
+        resolved = params.resolve({}, vocab=engine.checkpoint.spec.vocab)
+        found = count(engine, prompts, params, exclude=resolved.greedy and not args.keep_repeating, progress=progress)
+        settled = engine.config
+        report = {
+            "model": engine.checkpoint.name, "draft": settled.draft, "speculation": settled.speculation,
+            "drafts": settled.speculative_num_steps or 0, "draft_verify": settled.draft_verify,
+            "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "file": args.prompts,
+            **found.report(settled.speculative_num_steps or 0), "commit": commit(),
+        }  # fmt: skip
+    rows = [
+        ("model", f"{report['model']}, {report['speculation']}, {report['drafts']} drafts, {report['sampling']}"),
+        ("prompts", f"{report['prompts']} counted, {report['excluded']} left out because they repeat themselves"),
+        ("accept length", "-" if report["accept_length"] is None else f"{report['accept_length']:.3f}"),
+        ("accepted by position", " ".join(f"{share:.2f}" for share in report["accepted_at_position"])),
+    ]
+    return "tokens a step", rows, report
+
+
+def _costs(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.costs import measure_costs
+
+    with common.bar("timing steps") as progress:
+        costs = measure_costs(config, context=args.context, params=params, repeats=repeats, progress=progress)
+    if args.out:
+        costs.save(args.out)
+    rows = [("draft", f"{costs.draft_us:.1f} µs")]
+    rows += [(f"verify {n} rows", f"{time:.1f} µs") for n, time in enumerate(costs.verify_us, 1)]
+    return "a step by rows", rows, dataclasses.asdict(costs)
+
+
+def _calibration(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.accept import calibrate
+
+    prompts, params = _answering(args, params)
+    if len(prompts) < 2:
+        raise ConfigError(f"{len(prompts)} prompt: half of them are kept for testing the temperatures; give more")
+    with common.load(dataclasses.replace(config, run_ahead=0)) as engine, common.bar("answering") as progress:
+        found, tested = calibrate(engine, prompts, params, dataset=Path(args.prompts).name, progress=progress)
+    if args.out:
+        found.save(args.out)
+    rows = [("rounds", str(found.num_samples))]
+    for slot, heat in enumerate(found.temperatures, 1):
+        before, after = tested.ece_before[slot - 1], tested.ece_after[slot - 1]
+        rows.append(
+            (f"slot {slot}", f"temperature {heat:.3g}; error on other prompts {after:.4f}, before {before:.4f}")
+        )
+    report = {**dataclasses.asdict(found), "held_out": dataclasses.asdict(tested)}
+    return "calibration", rows, report
+
+
+FUNCTIONS = {"step": _step, "ttft": _ttft, "accept": _accept, "costs": _costs, "calibration": _calibration}

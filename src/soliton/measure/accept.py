@@ -1,0 +1,155 @@
+"""How many tokens a step commits: answers to prompts, counted by position, with what a confidence head said of them.
+
+Tokens and steps are pooled over all prompts; the first step of an answer has no drafts and is left out. A greedy answer
+that repeats itself (some 8-gram three times) says little about drafts and can be excluded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..engine import Engine
+from ..errors import ConfigError
+from ..sampling.params import SamplingParams
+from ..speculation.schedule import Calibration
+from .calibrate import fit
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """tokens, steps: of steps with drafts; reached[k]: steps in which k drafts or more were accepted; rows: verified in
+    all; excluded: prompts left out. logits, accepted: of steps whose whole block was verified and kept."""
+
+    tokens: int = 0
+    steps: int = 0
+    prompts: int = 0
+    excluded: int = 0
+    reached: Counter[int] = field(default_factory=Counter)
+    logits: list[list[float]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def report(self, drafts: int) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "accept_length": round(self.tokens / self.steps, 4) if self.steps else None,
+            "accepted_at_position": [round(self.reached[k] / self.steps, 4) for k in range(1, drafts + 1)]
+            if self.steps
+            else [],
+            "steps": self.steps,
+            "prompts": self.prompts,
+            "excluded": self.excluded,
+        }
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
+    """Texts ("prompt") or messages ("messages") of a JSONL file, ``limit`` of them spread over it."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        found = [row.get("messages") or row["prompt"] for row in rows]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f'{path}: lines of JSON with "prompt" or "messages" are needed ({error!r})') from None
+    if not found:
+        raise ConfigError(f"{path}: no prompt in it")
+    return found if limit is None or limit >= len(found) else found[:: len(found) // limit][:limit]
+
+
+def repeats(ids: Sequence[int], n: int = 8, times: int = 3) -> bool:
+    """Whether some n-gram stands ``times`` times in ids."""
+    grams = Counter(tuple(ids[i : i + n]) for i in range(len(ids) - n + 1))
+    return bool(grams) and max(grams.values()) >= times
+
+
+def count(
+    engine: Engine,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    exclude: bool = False,
+    confidences: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Counts:
+    """Answer each prompt (sampled ones with a seed of their own each) and count. exclude: leave out answers that repeat
+    themselves. confidences: keep what the head said, which needs run_ahead 0 and every draft verified."""
+    found = Counts()
+    runtime = engine._ready()
+    relay, drafts = runtime.relay, runtime.parts.drafts
+    if confidences and (runtime.config.run_ahead != 0 or runtime.config.draft_verify != "all"):
+        raise ConfigError(
+            f"run_ahead is {runtime.config.run_ahead} and draft_verify {runtime.config.draft_verify!r}: confidences "
+            "are read between steps that verify whole blocks; set run_ahead = 0 and draft_verify = 'all'"
+        )
+    for place, prompt in enumerate(prompts):
+        progress(place, len(prompts))
+        ids: list[int] = []
+        sure: list[list[float]] = []
+        for piece in engine.stream(prompt, dataclasses.replace(params, seed=place)):
+            ids += piece.token_ids
+            if confidences:
+                sure.append(relay.confidence[:drafts].tolist())
+            lengths = piece.stats.accept_lengths if piece.stats is not None else ()
+        if exclude and repeats(ids):
+            found.excluded += 1
+            continue
+        found.prompts += 1
+        for step, length in enumerate(lengths[1:], 1):
+            found.tokens, found.steps = found.tokens + length, found.steps + 1
+            found.reached.update(range(1, length))
+            if confidences and step + 1 < len(lengths):  # the last block may be cut by the answer's end
+                found.logits.append(sure[step])
+                found.accepted.append(length - 1)
+    progress(len(prompts), len(prompts))
+    return found
+
+
+def calibrate(
+    engine: Engine,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    *,
+    dataset: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[Calibration, Calibration]:
+    """(temperatures of the engine's confidence head, the same fitted on every second prompt and measured on the others:
+    its ece_before and ece_after are those of prompts that it has not seen)."""
+    drafter = engine._ready().parts.drafter
+    if drafter is None or not drafter.spec.confidence:
+        raise ConfigError("a confidence head is calibrated, and this engine has none; load it with a DSpark draft")
+    halves = [
+        count(engine, prompts[part::2], params, confidences=True, progress=lambda done, total, p=part: progress(  # type: ignore[misc]
+            done + p * total, 2 * total))
+        for part in (0, 1)
+    ]  # fmt: skip
+    logits, accepted = ([row for half in halves for row in getattr(half, name)] for name in ("logits", "accepted"))
+    record = {
+        "dataset": dataset, "temperature": 0.0 if params.temperature is None else params.temperature,
+        "model": engine.checkpoint.name, "draft": drafter.spec.name,
+    }  # fmt: skip
+    whole = fit(logits, accepted, **record)  # type: ignore[arg-type]
+    half = fit(halves[0].logits, halves[0].accepted, **record)  # type: ignore[arg-type]
+    return whole, _held_out(half, halves[1])
+
+
+def _held_out(fitted: Calibration, other: Counts) -> Calibration:
+    """``fitted`` with the errors that it has on other samples."""
+    import torch
+
+    from .calibrate import calibration_error
+
+    logits = torch.tensor(other.logits, dtype=torch.float64)
+    happened = torch.tensor(other.accepted).unsqueeze(1) > torch.arange(logits.shape[1])
+
+    def error(temperatures: Sequence[float]) -> tuple[float, ...]:
+        scaled = logits / torch.tensor(temperatures, dtype=torch.float64)
+        return tuple(calibration_error(scaled.sigmoid().cumprod(1), happened.double()).tolist())
+
+    before = error([1.0] * logits.shape[1])
+    return dataclasses.replace(
+        fitted, num_samples=len(other.accepted), ece_before=before, ece_after=error(fitted.temperatures)
+    )

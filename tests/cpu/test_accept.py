@@ -1,0 +1,105 @@
+"""Accept lengths, costs by rows and the calibration of a confidence head, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draft_cases as d
+import helpers as h
+from helpers import threads_as_before  # noqa: F401 - takes effect by being here
+from soliton import SamplingParams
+from soliton.cli import main
+from soliton.config import EngineConfig
+from soliton.errors import ConfigError
+from soliton.measure.accept import count, repeats
+from soliton.measure.costs import measure_costs
+from soliton.speculation.schedule import Calibration, Costs
+
+DRAFT = d.DATA / "dspark-ling-micro"
+PROMPTS = [[i * 7 % 300, i * 3 % 300, i] for i in range(8)]
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["measure", *words, "--device", "cpu", "--threads", "1"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return document
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": ids}) + "\n" for ids in PROMPTS), encoding="utf-8")
+    return str(path)
+
+
+def test_counts_are_those_of_the_answers(capsys: pytest.CaptureFixture[str], prompts: str) -> None:
+    words = ("--draft", str(DRAFT), "--prompts", prompts, "--max-tokens", "24", "--ignore-eos", "--keep-repeating")
+    found = said(capsys, "accept", str(h.micro()), *words)
+    engine = h.engine(h.micro(), speculation="dspark", draft=str(DRAFT))
+    lengths = [n for p in PROMPTS for n in engine.generate(p, GREEDY).stats.accept_lengths[1:]]
+    assert found["accept_length"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-4)
+    assert found["steps"] == len(lengths) and found["prompts"] == len(PROMPTS) and found["excluded"] == 0
+    for k, share in enumerate(found["accepted_at_position"], 1):
+        assert share == pytest.approx(sum(n > k for n in lengths) / len(lengths), abs=1e-4)
+
+
+def test_answers_that_repeat_themselves() -> None:
+    assert repeats([1, 2, 3, 4, 5, 6, 7, 8] * 3) and not repeats(list(range(40))) and not repeats([1, 2])
+    engine = h.engine(h.micro(), speculation="dspark", draft=str(DRAFT))
+    all_, some = (count(engine, PROMPTS, GREEDY, exclude=e) for e in (False, True))
+    assert all_.prompts == some.prompts + some.excluded == len(PROMPTS)
+
+
+def test_costs_are_of_every_row(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = str(tmp_path / "costs.json")
+    words = ("--draft", str(DRAFT), "--context", "40", "--repeats", "2", "--out", out, "--json")
+    found = said(capsys, "costs", str(h.micro()), *words)
+    assert len(found["verify_us"]) == 6 and found["verify_us"] == sorted(found["verify_us"]) and found["draft_us"] > 0
+    assert Costs.load(out).verify_us == tuple(found["verify_us"])
+    scheduled = h.load(h.micro(), draft=str(DRAFT), draft_costs=out)
+    assert scheduled.config.draft_verify == "cost"
+    plain = h.engine(h.micro(), speculation="off")
+    assert scheduled.generate(PROMPTS[0], GREEDY).token_ids == plain.generate(PROMPTS[0], GREEDY).token_ids
+    with pytest.raises(ConfigError, match="costs by rows are of a DSpark draft, and speculation is 'nextn'"):
+        measure_costs(EngineConfig(model=str(h.micro()), device="cpu"))
+
+
+def test_calibration(capsys: pytest.CaptureFixture[str], prompts: str, tmp_path: Path) -> None:
+    """The file is taken from beside the draft, and makes the confidences of other prompts truer."""
+    draft = d.copied("dspark-ling-micro")
+    words = ("--draft", str(draft), "--prompts", prompts, "--max-tokens", "60", "--ignore-eos")
+    found = said(capsys, "calibration", str(h.micro()), *words, "--out", str(draft / "calibration.json"))
+    made = Calibration.load(draft / "calibration.json")
+    assert list(made.temperatures) == found["temperatures"] and found["dataset"] == "prompts.jsonl"
+    assert sum(made.ece_after) <= sum(made.ece_before) and found["held_out"]["num_samples"] < made.num_samples
+    engine = h.load(h.micro(), draft=str(draft), draft_verify="threshold", draft_threshold=0.3)
+    drafter = engine._ready().parts.drafter
+    assert drafter is not None and drafter.scheduler is not None
+    assert drafter.scheduler.temperatures.tolist() == pytest.approx(made.temperatures)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("accept", "pebble"), "measure accept answers prompts: give --prompts FILE"),
+        (("accept", "pebble", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: lines of JSON"),
+        (("step", "pebble", "--prompts", "x"), "--prompts belongs to measure accept and measure calibration"),
+        (("ttft", "pebble", "--out", "x"), "--out belongs to measure costs and measure calibration"),
+        (("costs", "pebble", "--rows", "3"), "--rows belongs to measure step"),
+        (("costs", "pebble"), "costs by rows are of a DSpark draft, and speculation is 'nextn'"),
+        (("calibration", "pebble", "--prompts", "tests/data/heldout.jsonl", "--limit", "1"), "give more"),
+        (("calibration", "pebble", "--prompts", "tests/data/heldout.jsonl", "--limit", "2"), "this engine has none"),
+        (("accept", "pebble", "--prompts", "tests/data/heldout.jsonl", "--limit", "0"), "--limit 0"),
+    ],
+)
+def test_refusals(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(d.DATA.parents[1])
+    assert main(["measure", *words, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
