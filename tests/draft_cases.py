@@ -33,10 +33,15 @@ def config_for(target: Path, **changes: Any) -> dict[str, Any]:
     return {**config, **changes}
 
 
-@functools.cache
+_made: dict[str, Path] = {}
+
+
 def random_draft(target: Path, seed: int = 0, **changes: Any) -> Path:
-    """Weights that know nothing: bad on purpose."""
-    return write(target, config_for(target, **changes), seed, {})
+    """Weights that know nothing: bad on purpose. One directory for the same arguments."""
+    key = json.dumps([str(target), seed, changes], sort_keys=True)
+    if key not in _made:
+        _made[key] = write(target, config_for(target, **changes), seed, {})
+    return _made[key]
 
 
 def write(target: Path, config: dict[str, Any], seed: int, given: dict[str, torch.Tensor]) -> Path:
