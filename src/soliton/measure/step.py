@@ -264,6 +264,14 @@ def step_bytes(runtime: Runtime, program: Program, context: int) -> Bytes:
             cache = entry.args[2]
             kv += (context + live) * cache.shape[1] * cache.element_size()
             written += live * cache.shape[1] * cache.element_size()
+        elif entry.op == "draft.attend":
+            query, cache = entry.args[1:3]
+            kv += 2 * (context + query.shape[0]) * cache[0, 0].numel() * cache.element_size()
+        elif entry.op == "draft.store":
+            cache, made = entry.args[:2]
+            written += made.shape[0] * 2 * cache[0, 0].numel() * cache.element_size()
+        elif entry.op == "markov":
+            weights += int(entry.args[3].nbytes)
         elif entry.op in ("kda.step", "kda.chain"):
             states = next(a for a in entry.args if isinstance(a, Tensor) and a.dim() == 4 and a.dtype == torch.float32)
             state += states[0].numel() * 4
