@@ -368,6 +368,9 @@ class TestWithATarget:
         file = next(tmp_path.glob("*.safetensors"))
         os.truncate(file, 100)
         assert torch.equal(kept(ids)[0], live[0])
+        held = Features(runtime, (1, 3), "memory")
+        assert held.check_space([ids]) == 4 * 3 * 64 * 4 and held(ids)[0] is held(ids)[0]
+        assert torch.equal(held(ids)[1], live[1]) and not Path("memory").exists()
         usage = shutil.disk_usage(tmp_path)._replace(free=10)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(DiskError, match=r"needs 1,536 bytes, but .* has 10 free"):

@@ -1,6 +1,7 @@
 """What a draft learns from: the target's residuals after the tapped layers and its hidden states after the final norm.
 
-Live from a loaded target, or kept on disk, where they are many times larger than the text: the estimate comes first.
+Live from a loaded target, or kept, where they are many times larger than the text: on disk, the estimate first, or in
+the memory of the target's device.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..runtime import Runtime
 from .errors import check_space, writing
+
+MEMORY = "memory"
 
 
 def features(runtime: Runtime, ids: Sequence[int], taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -36,11 +40,13 @@ def features(runtime: Runtime, ids: Sequence[int], taps: tuple[int, ...]) -> tup
 
 
 class Features:
-    """``features`` of a target by sequence; with ``folder`` each is computed once and kept there, bit for bit."""
+    """``features`` of a target by sequence; with ``folder`` each is computed once and kept there, bit for bit. MEMORY
+    as folder: in the memory of the target's device."""
 
     def __init__(self, runtime: Runtime, taps: tuple[int, ...], folder: str | Path | None = None) -> None:
         self._runtime, self._taps = runtime, taps
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder in (None, MEMORY) else Path(str(folder))
+        self._memory: dict[tuple[int, ...], tuple[Tensor, Tensor]] | None = {} if folder == MEMORY else None
         dtype = str(runtime.parts.dtype).removeprefix("torch.")
         self._key = json.dumps([runtime.checkpoint.name, str(runtime.checkpoint.path), taps, dtype])
 
@@ -50,7 +56,16 @@ class Features:
         return sum(lengths) * (len(self._taps) + 1) * spec.hidden * self._runtime.parts.dtype.itemsize
 
     def check_space(self, sequences: Iterable[Sequence[int]]) -> int:
-        """Bytes still to be written for these; DiskError when the disk has less free. 0 when nothing is kept."""
+        """Bytes still to be written for these; DiskError when the disk has less free, ConfigError when memory has; 0
+        when nothing is kept."""
+        if self._memory is not None:
+            needed, device = self.bytes_of(map(len, sequences)), self._runtime.parts.device
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+            if needed > free:
+                raise ConfigError(
+                    f"features = {MEMORY!r} needs {needed:,} bytes on {device}, and {free:,} are free; give a directory"
+                )
+            return needed
         if self._folder is None:
             return 0
         with writing(self._folder, "the target's hidden states"):
@@ -61,6 +76,11 @@ class Features:
 
     def __call__(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As ``features``."""
+        if self._memory is not None:
+            key = tuple(ids)
+            if key not in self._memory:
+                self._memory[key] = features(self._runtime, ids, self._taps)
+            return self._memory[key]
         if self._folder is None:
             return features(self._runtime, ids, self._taps)
         file = self._file(ids)

@@ -85,7 +85,7 @@ class TrainOptions:
     ema: float = setting("decay of the averaged weights that are exported, such as 0.999; 0 is off", default=0.0, low=0)
 
     features: str | None = setting(
-        "directory that keeps the target's hidden states; recomputed when unset", default=None
+        "directory that keeps the target's hidden states, or memory: the device's; recomputed when unset", default=None
     )
     save_every: int = setting("steps between checkpoints", default=100, unit="steps", low=1)
     keep: int = setting("checkpoints kept", default=3, low=1)
