@@ -65,6 +65,13 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "*bf16 *fp32 *fp32",
             {"SPLITS": 8, "PARTS": 8, "G": 1, "GROUPS": 32, "M": 16, "D": 128},
         ),
+        "_block_rows": ("*i64 *i64 *fp32 *i64 *i64 *fp32", {"D": 128}),
+        "_context_rows": ("*i64 *i64 *fp32 *i64 *i64 *fp32", {"D": 128}),
+        "_confide": (
+            "*fp32 *bf16 *fp32 *fp32 *bf16 *i64 i32",
+            {"FIRST": 0, "H": 2560, "R": 256, "HP": 4096, "RP": 256},
+        ),
+        "_schedule": ("*i64 *fp32 *fp32 *fp32 fp32", {"SLOTS": 8, "MODE": 1, "EARLY": True}),
         "_markov": ("*fp32 *fp32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32", {"R": 256, "BLOCK_N": 64}),
     },
     "verdict_triton": {

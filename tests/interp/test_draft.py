@@ -57,3 +57,58 @@ def test_markov() -> None:
     kernels.markov(got, base, embedding, w.t(), tokens, 1, 4)
     assert float((got[0] - (base[4] + embedding[150] @ w.t())).abs().max()) < 1e-5
     assert bool(got[1].isnan().all())
+
+
+def test_rows_of_block_and_context() -> None:
+    from soliton.ops import draft_triton as kernels
+
+    table, tokens = torch.randn(50, 8, 2), torch.tensor([9, 1, 1])
+    ids, positions, turn = torch.full((5,), 3), torch.full((5,), -1), torch.full((5, 8, 2), NAN)
+    kernels.block_rows(ids, positions, turn, tokens, torch.tensor([20]), table)
+    assert ids.tolist() == [9, 3, 3, 3, 3] and positions.tolist() == [20, 21, 22, 23, 24]
+    assert torch.equal(turn, table[20:25])
+    for taken, before in ((0, 0), (0, 1), (3, 0)):
+        live, drafted, turn = torch.tensor([-1]), torch.tensor([before]), torch.full((5, 8, 2), NAN)
+        kernels.context_rows(live, drafted, turn, torch.tensor([taken]), positions, table)
+        assert (int(live), int(drafted)) == (max(taken, 1), max(before, int(taken > 0)))
+        assert torch.equal(turn, table[20:25])
+
+
+@pytest.mark.parametrize("markov", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_confidences(markov: bool, first: int) -> None:
+    from soliton.ops import draft_triton as kernels
+
+    torch.manual_seed(first)
+    count, hidden, w, bias = 6, torch.randn(6 + first, 40), torch.randn(1, 40 + 12 * markov), torch.randn(1)
+    embedding, tokens = torch.randn(30, 12), torch.randint(0, 30, (7,))
+    rows = hidden[first:]
+    if markov:
+        rows = torch.cat([rows, embedding[tokens[:count]]], 1)
+    got = torch.full((count,), NAN)
+    kernels.confide(got, hidden, w, bias, embedding if markov else None, tokens)
+    assert float((got - ((rows * w).sum(1) + bias)).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_schedules(seed: int) -> None:
+    """As the rules of speculation.schedule, for any confidences; a step with fewer rows keeps them."""
+    from soliton.ops import draft_triton as kernels
+    from soliton.speculation import schedule as rules
+
+    torch.manual_seed(seed)
+    drafts = 1 + seed % 9
+    logits, temperatures = torch.randn(drafts) * 3, torch.rand(drafts) + 0.5
+    conditional, survival = rules.confidences(logits, temperatures)
+    cost = torch.rand(drafts + 1).cumsum(0) + 1
+    wanted = {
+        "threshold": rules.rows_threshold(conditional, 0.4),
+        "early": rules.rows_cost(survival, 0.0, cost, early_stop=True),
+        "best": rules.rows_cost(survival, 0.0, cost, early_stop=False),
+    }
+    for name, want in wanted.items():
+        for before in (drafts + 1, 1, 0):
+            rows = torch.tensor([before])
+            given = None if name == "threshold" else cost
+            kernels.schedule(rows, logits, temperatures, given, 0.4, name == "early")
+            assert int(rows) == min(before, int(want))

@@ -196,3 +196,119 @@ def markov(out: Tensor, base: Tensor, embedding: Tensor, w: Tensor, tokens: Tens
         out, base, embedding, w, tokens, place, at, base.stride(0), w.stride(1), count, R=rank, BLOCK_N=64,
         PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip
+
+
+@triton.jit
+def _block_rows(ids, positions, turn, tokens, length, table, D: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, cols = tl.program_id(0), tl.arange(0, D)
+    place = tl.load(length) + row
+    tl.store(positions + row, place)
+    tl.store(turn + row * D + cols, tl.load(table + place * D + cols))
+    if row == 0:
+        tl.store(ids, tl.load(tokens))
+
+
+def block_rows(ids: Tensor, positions: Tensor, turn: Tensor, tokens: Tensor, length: Tensor, table: Tensor) -> None:
+    """ids[0] = tokens[0]; positions[b] = length + b; turn[b] = table[positions[b]]; the other ids stay. ids, positions:
+    int64 [B]; turn: float32 [B, d/2, 2]; table: float32 [P, d/2, 2]."""
+    _block_rows[(ids.shape[0],)](
+        ids, positions, turn, tokens, length, table, D=table[0].numel(), PDL=chained(), num_warps=1,
+        launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _context_rows(live, drafted, turn, taken, positions, table, D: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, cols = tl.program_id(0), tl.arange(0, D)
+    tl.store(turn + row * D + cols, tl.load(table + tl.load(positions + row) * D + cols))
+    if row == 0:
+        count = tl.load(taken)
+        tl.store(live, tl.maximum(count, 1))
+        if count > 0:
+            tl.store(drafted, 1)
+
+
+def context_rows(live: Tensor, drafted: Tensor, turn: Tensor, taken: Tensor, positions: Tensor, table: Tensor) -> None:
+    """turn[r] = table[positions[r]]; live = max(taken, 1); drafted = 1 where anything was taken."""
+    _context_rows[(positions.shape[0],)](
+        live, drafted, turn, taken, positions, table, D=table[0].numel(), PDL=chained(), num_warps=1,
+        launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _confide(out, hidden, w, bias, embedding, tokens, ld, FIRST: tl.constexpr, H: tl.constexpr, R: tl.constexpr,
+             HP: tl.constexpr, RP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    slot, cols = tl.program_id(0), tl.arange(0, HP)
+    inside = cols < H
+    row = tl.load(hidden + (slot + FIRST) * ld + cols, mask=inside, other=0.0).to(tl.float32)
+    total = tl.sum(row * tl.load(w + cols, mask=inside, other=0.0))
+    if R > 0:
+        more = tl.arange(0, RP)
+        e = tl.load(embedding + tl.load(tokens + slot) * R + more, mask=more < R, other=0.0).to(tl.float32)
+        total += tl.sum(e * tl.load(w + H + more, mask=more < R, other=0.0))
+    tl.store(out + slot, total + tl.load(bias))
+
+
+def confide(out: Tensor, hidden: Tensor, w: Tensor, bias: Tensor, embedding: Tensor | None, tokens: Tensor) -> None:
+    """See model.dspark.confidence. out: float32 [g]; hidden: [B, H], its last g rows are the drafts'; w: float32 [1, H
+    (+ r)]; embedding: [vocab, r] or None; tokens: int64, entry k before draft k."""
+    count, width = out.shape[0], hidden.shape[1]
+    rank = 0 if embedding is None else embedding.shape[1]
+    _confide[(count,)](
+        out, hidden, w, bias, out if embedding is None else embedding, tokens, hidden.stride(0),
+        FIRST=hidden.shape[0] - count, H=width, R=rank, HP=triton.next_power_of_2(width),
+        RP=triton.next_power_of_2(max(rank, 1)), PDL=chained(), num_warps=4, launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _schedule(rows, logits, temperatures, cost, threshold, SLOTS: tl.constexpr, MODE: tl.constexpr, EARLY: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    survival, tokens = 1.0, 1.0
+    going = 1
+    best = 0
+    rate = 1.0
+    if MODE == 1:
+        rate = 1.0 / tl.load(cost)
+    for slot in tl.static_range(SLOTS):
+        sure = 1 / (1 + tl.exp(-tl.load(logits + slot) / tl.load(temperatures + slot)))
+        if MODE == 0:
+            going = tl.where(sure < threshold, 0, going)
+            best += going
+        else:
+            survival *= sure
+            tokens += survival
+            here = tokens / tl.load(cost + slot + 1)
+            if EARLY:
+                going = tl.where(here > rate, going, 0)
+                best += going
+                rate = here
+            else:
+                best = tl.where(here > rate, slot + 1, best)
+                rate = tl.maximum(rate, here)
+    tl.store(rows, tl.minimum(tl.load(rows), (best + 1).to(tl.int64)))
+
+
+def schedule(
+    rows: Tensor, logits: Tensor, temperatures: Tensor, cost: Tensor | None, threshold: float, early: bool
+) -> None:
+    """rows = the fewer of rows and what the confidences call for: with ``cost`` (float32 [g + 1]) by the rate of
+    tokens, ``early`` stopping at the first that does not improve; else up to the first below ``threshold``. See
+    speculation.schedule; in float32."""
+    _schedule[(1,)](
+        rows, logits, temperatures, logits if cost is None else cost, threshold, SLOTS=temperatures.shape[0],
+        MODE=int(cost is not None), EARLY=early, PDL=chained(), num_warps=1, launch_pdl=chained(),
+    )  # fmt: skip

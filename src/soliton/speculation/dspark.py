@@ -7,8 +7,9 @@ ones are written too, past the committed length; the next block lies over them.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,10 @@ def record_draft(
     ids = torch.full((spec.block,), spec.mask_id, dtype=torch.int64, device=device)
     positions = tape.new(spec.block, dtype=torch.int64)
     turn = tape.new(spec.block, *d.turn.shape[1:], dtype=torch.float32)
-    tape.do("draft.rows", _block_rows, ids, positions, turn, relay, d.turn)
+    if tape.fused:
+        tape.do("draft.rows", kernels().block_rows, ids, positions, turn, relay.tokens, relay.length, d.turn)
+    else:
+        tape.do("draft.rows", _block_rows, ids, positions, turn, relay, d.turn)
     hidden = model.block(tape, d.weights, spec, target, ids, stream.draft_cache, positions, relay.length, turn)
     base = model.base_logits(tape, d.weights, target, hidden)
     tape.note("block_hidden", hidden)
@@ -57,12 +61,37 @@ def record_draft(
         tape.note(f"draft_logits.{k}", logits[0])
         record_pick(tape, relay, mode, logits, spec.vocab, k, one, laws)
     if spec.confidence:
-        tape.do("draft.confidence", model.confidence, relay.confidence, d.weights, spec, hidden, relay.tokens)
+        _record_confidence(tape, d, relay, hidden)
     if d.scheduler is not None:
-        wanted = tape.new(1, dtype=torch.int64)
-        tape.do("schedule", _schedule, d.scheduler, relay.confidence, wanted, mode.sampled)
-        tape.do("schedule.rows", _fewer_rows, relay, wanted)
+        _record_schedule(tape, d.scheduler, relay, mode)
     return torch.full((1,), spec.block, dtype=torch.int64, device=device)
+
+
+def kernels() -> Any:
+    """A block drafter's kernels; they import triton, which only a GPU's machine has."""
+    return importlib.import_module("soliton.ops.draft_triton")
+
+
+def _record_confidence(tape: Tape, d: Drafter, relay: Relay, hidden: Tensor) -> None:
+    w, out = d.weights, relay.confidence
+    if not tape.fused:
+        tape.do("draft.confidence", model.confidence, out, w, d.spec, hidden, relay.tokens)
+        return
+    assert w.confidence is not None and w.confidence_bias is not None
+    embedding = w.markov_in if d.spec.confidence_markov else None
+    given = (hidden, w.confidence, w.confidence_bias, embedding, relay.tokens)
+    tape.do("draft.confidence", kernels().confide, out[: d.spec.drafts], *given)
+
+
+def _record_schedule(tape: Tape, scheduler: Scheduler, relay: Relay, mode: Mode) -> None:
+    if tape.fused and scheduler.schedule.confident:
+        cost = None if scheduler.cost is None else scheduler.cost.float()
+        given = (scheduler.temperatures, cost, scheduler.schedule.threshold, mode.sampled)
+        tape.do("schedule", kernels().schedule, relay.rows, relay.confidence, *given)
+        return
+    wanted = tape.new(1, dtype=torch.int64)
+    tape.do("schedule", _schedule, scheduler, relay.confidence, wanted, mode.sampled)
+    tape.do("schedule.rows", _fewer_rows, relay, wanted)
 
 
 def record_extend(tape: Tape, d: Drafter, stream: Stream, relay: Relay) -> Tensor:
@@ -72,7 +101,11 @@ def record_extend(tape: Tape, d: Drafter, stream: Stream, relay: Relay) -> Tenso
     made = tape.new(rows, d.spec.hidden)
     turn = tape.new(rows, *d.turn.shape[1:], dtype=torch.float32)
     live = tape.new(1, dtype=torch.int64)
-    tape.do("extend.rows", _context_rows, live, turn, relay, d.turn)
+    if tape.fused:
+        given = (relay.taken, relay.positions, d.turn)
+        tape.do("extend.rows", kernels().context_rows, live, relay.drafted, turn, *given)
+    else:
+        tape.do("extend.rows", _context_rows, live, turn, relay, d.turn)
     model.features(tape, d.weights, d.spec, relay.taps, made)
     tape.do("extend.keep", _keep, stream.features, made, relay)
     model.remember(tape, d.weights, d.spec, made, stream.draft_cache, relay.positions, turn)
