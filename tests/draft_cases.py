@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import helpers as h
 from soliton.checkpoint.draft_config import draft_from_config
@@ -55,6 +55,31 @@ def write(target: Path, config: dict[str, Any], seed: int, given: dict[str, torc
     path = Path(tempfile.mkdtemp(dir=_TEMPORARY.name))
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+METHOD = (
+    "markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "mask_token_id",
+    "target_layer_ids", "num_anchors",
+)  # fmt: skip
+
+
+@functools.cache
+def dflash_draft() -> Path:
+    """For ling-micro, in DFlash's layout: the first row predicts nothing, and nothing ties rows together."""
+    config = config_for(h.micro())
+    nested = {key: config[key] for key in ("mask_token_id", "target_layer_ids")}
+    plain = {key: value for key, value in config.items() if key not in METHOD}
+    return write(h.micro(), {**plain, "architectures": ["DFlashDraftModel"], "dflash_config": nested}, 6, {})
+
+
+@functools.cache
+def few_tokens_draft() -> Path:
+    """For ling-micro, in speculators' layout with a head of its own over every fourth token."""
+    config = json.loads((DATA / "dspark-ling-micro-speculators" / "config.json").read_text(encoding="utf-8"))
+    path = write(h.micro(), {**config, "draft_vocab_size": 80}, 7, {})
+    offsets = torch.arange(0, 320, 4) - torch.arange(80)
+    save_file({**load_file(path / "model.safetensors"), "d2t": offsets}, path / "model.safetensors")
     return path
 
 

@@ -29,6 +29,7 @@ DRAFTS = {"golden": lambda: d.DATA / "dspark-ling-micro", "random": lambda: d.ra
 HEADS = {"none": {"markov_rank": 0}, "gated": {"markov_head_type": "gated"}, "rnn": {"markov_head_type": "rnn"}}
 for form, changes in HEADS.items():
     DRAFTS[form] = lambda c=changes: d.random_draft(h.micro(), confidence_head_with_markov=False, **c)
+DRAFTS |= {"dflash": d.dflash_draft, "few tokens": d.few_tokens_draft}
 PROMPTS = [[5, 6, 7, 8], [9], [i % 300 for i in range(70)]]
 
 
@@ -63,6 +64,12 @@ class TestGreedy:
     def test_every_head(self, draft: str) -> None:
         engine = tried(DRAFTS[draft]())
         assert [h.facts(engine.generate(p, h.greedy(40, logprobs=2))) for p in prompts()] == plain(40)
+
+    def test_a_draft_of_few_tokens_drafts_those_alone(self) -> None:
+        engine = tried(DRAFTS["few tokens"]())
+        engine.generate(PROMPTS[0], h.greedy(12))
+        drafts = engine._ready().relay.tokens[1:].tolist()
+        assert all(token % 4 == 0 for token in drafts) and len(drafts) == 5
 
     @pytest.mark.parametrize("reuse", ["fast", "exact"])
     def test_the_past_changes_nothing(self, reuse: str) -> None:
