@@ -1,7 +1,8 @@
 """The command ``soliton``: finds the command, reads its flags, and turns every refusal into one line and exit code 2.
 
 Each command is a module of ``commands`` with ``add_flags(parser)`` and ``run(args)``; only the one that was named is
-imported, and torch not before its flags are known to be good, so that help and refusals come at once.
+imported, and torch not before its flags are known to be good, so that help and refusals come at once. A command with
+PARTS takes the part's name first, and ``add_flags`` gets it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ COMMANDS = {
     "doctor": "this machine, and how a model would run on it",
     "measure": "time a step beside the floor that its bytes set, or a first token",
     "conform": "compare the engine with reference outputs, quantity by quantity",
+    "train": "train a DSpark draft for a model: its data, the draft, series of drafts",
 }
 UNWRITABLE, INTERRUPTED, BROKEN_PIPE = 74, 130, 141
 UNWRITABLE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a full or failing disk under stdout
@@ -45,12 +47,14 @@ def version() -> str:
         return "unknown"
 
 
-def parser_for(command: str) -> Parser:
-    """The parser of one command."""
+def parser_for(command: str, part: str | None = None) -> Parser:
+    """The parser of one command, or of one of its parts."""
     module = importlib.import_module(f"soliton.commands.{command}")
-    parser = Parser(prog=f"soliton {command}", description=module.__doc__, allow_abbrev=False)
+    named = () if part is None else (part,)
+    text = module.__doc__ if part is None else module.PARTS[part]
+    parser = Parser(prog=" ".join(("soliton", command, *named)), description=text, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    module.add_flags(parser)
+    module.add_flags(parser, *named)
     return parser
 
 
@@ -90,14 +94,16 @@ def _run(words: list[str]) -> int:
         return _without_command(words)
     command, rest = words[0], words[1:]
     check_environment(EngineConfig, os.environ)
-    parser = parser_for(command)
+    module = importlib.import_module(f"soliton.commands.{command}")
+    part = rest.pop(0) if rest and rest[0] in getattr(module, "PARTS", ()) else None
+    parser = parser_for(command, part)
     # Settings may stand between MODEL and PROMPT, which plain parsing does not allow for optional arguments.
     args, unknown = parser.parse_known_intermixed_args(rest)
     if unknown:
         flags = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
         close = nearest(unknown[0].split("=")[0].lstrip("-"), flags).replace("'", "'--", 1)
         raise ConfigError(f"unknown argument {unknown[0]!r}{close}")
-    code = importlib.import_module(f"soliton.commands.{command}").run(args)
+    code = module.run(args)
     sys.stdout.flush()
     return int(code)
 
