@@ -24,8 +24,9 @@ from rich.table import Table
 
 from soliton.checkpoint import open_checkpoint
 from soliton.config import EngineConfig
+from soliton.measure.about import commit, device_name
 from soliton.measure.bandwidth import read_bandwidth
-from soliton.measure.step import Repeated, commit, device_name
+from soliton.measure.step import Repeated
 from soliton.ops import fuse
 from soliton.ops.chain import unchained
 from soliton.runtime import Runtime, load_runtime

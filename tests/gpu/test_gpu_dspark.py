@@ -15,8 +15,10 @@ import soliton.pebble
 from gpu_engines import gpu, plain, prompts, same
 from kernel_cases import error
 from soliton import Engine, SamplingParams
+from soliton.checkpoint.draft import open_draft
 from soliton.errors import ConfigError
 from soliton.ops import draft
+from soliton.train.evaluate import replace_draft
 
 NAN = float("nan")
 SIZES = {"head_dim": 32, "intermediate_size": 64, "markov_rank": 32, "block_size": 8, "target_layer_ids": [0, 2, 4]}
@@ -117,6 +119,20 @@ def test_the_past(reuse: str) -> None:
         next(stream)
         stream.close()
         assert h.facts(engine.generate(prompt, h.greedy(96, logprobs=3))) == want
+
+
+def test_weights_replaced_under_a_captured_graph() -> None:
+    """What the trainer's evaluation does: the same buffers, so the graphs stay; then it drafts as if loaded so."""
+    engine = gpu("pebble", speculation="dspark", draft=random_draft(), prefix_reuse="off")
+    other = random_draft(seed=5)
+    fresh = gpu("pebble", speculation="dspark", draft=other, prefix_reuse="off")
+    replace_draft(engine._ready(), open_draft(other))
+    for prompt in prompts("pebble", 2):
+        engine.generate(prompt, h.greedy(20))
+        fresh.generate(prompt, h.greedy(20))
+        assert torch.equal(engine._ready().relay.tokens, fresh._ready().relay.tokens), "the last step's drafts"
+    same("pebble", engine, 48, 2)
+    replace_draft(engine._ready(), open_draft(random_draft()))
 
 
 def test_the_published_shape() -> None:

@@ -136,8 +136,8 @@ def _answering(args: argparse.Namespace, params: SamplingParams) -> tuple[list[A
 
 
 def _accept(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.about import commit, sampling_words
     from ..measure.accept import count
-    from ..measure.step import commit, sampling_words
 
     prompts, params = _answering(args, params)
     with common.load(config) as engine, common.bar("answering") as progress:

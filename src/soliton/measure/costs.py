@@ -14,8 +14,9 @@ from ..errors import ConfigError
 from ..runtime import load_runtime, settle
 from ..sampling.params import SamplingParams
 from ..speculation.schedule import Costs
+from .about import commit, device_name
 from .doctor import versions
-from .step import WARM_UPS, Repeated, commit, context_within, device_name
+from .step import WARM_UPS, Repeated, context_within
 
 
 def measure_costs(

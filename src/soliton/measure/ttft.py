@@ -21,8 +21,9 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError
 from ..sampling.params import SamplingParams
+from .about import commit, device_name, driver, dtypes, sampling_words
 from .doctor import versions
-from .step import commit, context_within, device_name, driver, dtypes, sampling_words
+from .step import context_within
 
 LEAST = 5  # prompts of which a median is given
 

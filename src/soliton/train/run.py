@@ -18,7 +18,7 @@ from ..checkpoint.draft import open_draft
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, nearest
-from ..measure.step import commit
+from ..measure.about import commit
 from ..model.draft_spec import DraftSpec, shapes
 from ..model.spec import ModelSpec
 from ..runtime import Runtime
