@@ -262,7 +262,7 @@ class TestDraft:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         prompts = make_data(tmp_path)
-        values = sizes(tmp_path, steps=6, batch=2, holdout=1, eval_every=2, save_every=100)
+        values = sizes(tmp_path, steps=6, batch=2, holdout=1, eval_every=2, save_every=100, max_length=60)
         extra = ["--eval-prompts", str(prompts), "--eval-limit", "2", "--eval-tokens", "16", "--eval-context", "64"]
         whole = {**values, "out": str(tmp_path / "whole")}
         capsys.readouterr()

@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser, part: str | None = None) -> None:
 def run(args: argparse.Namespace) -> int:
     """One part."""
     for flag, least in LEAST.items():
-        if (value := getattr(args, flag, None)) is not None and value < least:
+        if isinstance(value := getattr(args, flag, None), int) and value < least:  # an option of the run is a text here
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: at least {least} is needed")
     return {"data": _data, "dspark": _dspark, "ablate": _ablate}[args.what](args)
 

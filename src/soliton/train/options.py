@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..binder import check, setting
 from ..errors import ConfigError
-from .losses import Objective
+
+if TYPE_CHECKING:
+    from .losses import Objective
 
 # What may differ when a run goes on from a checkpoint: nothing that changes a weight.
 FREE = ("save_every", "keep", "log_every", "eval_every", "features", "tensorboard", "store_vocab", "threads")
@@ -105,7 +107,7 @@ class TrainOptions:
         for key, value, most in (("warmup", self.warmup, 1.0), ("ema", self.ema, 0.999999)):
             if value > most:
                 raise ConfigError(f"{key} = {value}: at most {most} is possible")
-        for value in self.objective().temperatures:
+        for value in numbers(self.temperatures, "temperatures"):
             if not 0 <= value <= 100:
                 raise ConfigError(f"temperatures = {self.temperatures!r}: each is from 0 to 100")
         if self.taps is not None:
@@ -113,6 +115,8 @@ class TrainOptions:
 
     def objective(self) -> Objective:
         """The weights and shapes of the loss."""
+        from .losses import Objective  # torch comes with it, and flags are shown without
+
         return Objective(
             ce=self.ce,
             l1=self.l1,
