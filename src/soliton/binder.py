@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import numbers
 import re
 import tomllib
@@ -137,6 +138,7 @@ def _check_value(leaf: Setting, value: Any, label: str) -> None:
         value = parse_size(value, label)
     if not wrong and isinstance(value, int | float) and not isinstance(value, bool):
         wrong = (leaf.low is not None and value < leaf.low) or (leaf.high is not None and value > leaf.high)
+        wrong = wrong or not math.isfinite(value)
     if wrong:
         hint = nearest(value.lower(), leaf.choices) if isinstance(value, str) else ""
         raise ConfigError(f"{label} = {value!r}: expected {leaf.expected}{hint}")

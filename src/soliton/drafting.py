@@ -44,7 +44,10 @@ def make_drafter(config: EngineConfig, draft: DraftCheckpoint, device: torch.dev
 
 
 def _scheduler(config: EngineConfig, draft: DraftCheckpoint, device: torch.device) -> Scheduler | None:
-    """How many drafts a step verifies; None verifies all."""
+    """How many drafts a step verifies; None verifies all. Temperatures are checked in any case."""
+    calibration = _calibration(config, draft)
+    if calibration is not None:
+        calibration.block(draft.spec.drafts)
     mode, costs, fixed = config.draft_verify, None, None
     if mode == "fixed":
         assert config.draft_verify_tokens is not None
@@ -57,7 +60,7 @@ def _scheduler(config: EngineConfig, draft: DraftCheckpoint, device: torch.devic
     threshold = config.draft_threshold or 0.0 if mode == "threshold" else 0.0
     schedule = Schedule(mode, rows=fixed, threshold=threshold, costs=costs)  # type: ignore[arg-type]
     schedule.check(draft.spec.drafts, head=draft.spec.confidence)
-    return Scheduler(schedule, draft.spec.drafts, device, _calibration(config, draft))
+    return Scheduler(schedule, draft.spec.drafts, device, calibration)
 
 
 def _calibration(config: EngineConfig, draft: DraftCheckpoint) -> Calibration | None:

@@ -407,3 +407,61 @@ class TestWithATarget:
 def test_default_taps() -> None:
     assert default_taps(36) == (1, 9, 17, 25, 33)
     assert default_taps(6) == (1, 2, 3) and default_taps(4) == (1,) and default_taps(2) == (0,)
+
+
+class TestRefused:
+    def test_data_of_another_target(self, tmp_path: Path) -> None:
+        target_ = engine(micro(), speculation="off", max_context=64)
+        for name, head, ids, message in (
+            ("other", "pebble", [1, 2, 3], "was made for 'pebble', and the target is 'ling-micro'"),
+            (
+                "high",
+                "ling-micro",
+                [1, 320, 3],
+                "sequence 1 holds token 320, but those of ling-micro run from 0 to 319",
+            ),
+        ):
+            file = tmp_path / f"{name}.jsonl"
+            data.save([data.Sample(ids, ((1, 3),))], file, {"target": head})
+            options = TrainOptions(target="ling-micro", data=str(file), out=str(tmp_path / name), steps=1, block=2)
+            with pytest.raises(ConfigError, match=message):
+                train(options, engine=target_)
+
+    def test_an_interrupted_call_with_other_settings(self, tmp_path: Path) -> None:
+        out = tmp_path / "d.jsonl"
+        part = tmp_path / "d.jsonl.part"
+        part.write_text('{"format": 1, "target": "else"}\nnull\nnull\n', encoding="utf-8")
+        target_ = engine(micro(), speculation="off", max_context=64)
+        with pytest.raises(ConfigError, match="holds 2 answers of an interrupted call with other settings"):
+            data.answer(target_, [[1, 2]], [SamplingParams(max_tokens=20, ignore_eos=True)], out)
+        assert part.exists()
+
+    def test_separators_inside_texts(self, tmp_path: Path) -> None:
+        file = tmp_path / "p.jsonl"
+        prompts = ["a\u2028b", "c\x85d"]
+        file.write_text(
+            "".join(json.dumps({"prompt": p}, ensure_ascii=False) + "\n" for p in prompts), encoding="utf-8"
+        )
+        assert data.read_prompts(file) == prompts
+
+    def test_no_checkpoint_can_be_read(self, tmp_path: Path) -> None:
+        toy(tmp_path / "run", steps=4).run()
+        for file in (tmp_path / "run" / "checkpoints").glob("step-*/state.safetensors"):
+            os.truncate(file, 10)
+        with pytest.raises(ConfigError, match="none of its . checkpoints can be read"):
+            toy(tmp_path / "run", steps=4).run()
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"lr": float("nan")}, "lr = nan"),
+            ({"lr": float("inf")}, "lr = inf"),
+            ({"clip": float("nan")}, "clip = nan"),
+            ({"beta2": 1.0}, "beta2 = 1.0: at most"),
+            ({"theta": 0.0}, "theta = 0.0: a base above 0"),
+            ({"block": 32}, "block = 32: expected a whole number of rows from 1 to 16"),
+        ],
+    )
+    def test_settings(self, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            TrainOptions(target="t", data="d", out="o", **values)

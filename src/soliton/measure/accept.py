@@ -50,7 +50,7 @@ class Counts:
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
     """Texts ("prompt") or messages ("messages") of a JSONL file, ``limit`` of them spread over it."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         found = [row.get("messages") or row["prompt"] for row in rows]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -175,7 +175,7 @@ def _write(
                 file.flush()
                 if progress is not None:
                     progress(task + 1, tasks)
-        lines = part.read_text(encoding="utf-8").splitlines()[1:]
+        lines = _lines(part.read_text(encoding="utf-8"))[1:]
         kept = [line for line in lines if line != "null"]
         if not kept:
             part.unlink()
@@ -192,14 +192,16 @@ def _write(
 
 
 def _taken_up(part: Path, first: str) -> list[str]:
-    """Whole lines of an interrupted run of the same call; the file then ends behind them, or is gone."""
+    """Whole lines of an interrupted run of the same call; the file then ends behind them. ConfigError for another's."""
     if not part.exists():
         return []
     text = part.read_text(encoding="utf-8", errors="replace")
     lines = text.split("\n")[:-1]
-    if not lines or lines[0] != first:
-        part.unlink()
-        return []
+    if lines and lines[0] != first:
+        raise ConfigError(
+            f"{part} holds {len(lines) - 1} answers of an interrupted call with other settings; repeat those settings, "
+            "choose another file, or remove it"
+        )
     part.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return lines
 
@@ -210,7 +212,7 @@ def _taken_up(part: Path, first: str) -> list[str]:
 def load(path: str | Path) -> Dataset:
     """A file made here, checked whole; ConfigError names what is wrong with it."""
     path = Path(path)
-    lines = _text(path).splitlines()
+    lines = _lines(_text(path))
     try:
         head, foot = json.loads(lines[0]), json.loads(lines[-1])
         wrong = head["format"] != FORMAT or foot["count"] != len(lines) - 2 or foot["sha256"] != _digest(lines[1:-1])
@@ -218,8 +220,16 @@ def load(path: str | Path) -> Dataset:
         samples = tuple(
             Sample(array("i", r["ids"]), tuple((int(a), int(b)) for a, b in r["spans"]), r["source"]) for r in records
         )
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{path}: not a whole file of sequences made by this trainer ({error!r}); make it") from error
+    for place, sample in enumerate(samples, 1):
+        if not sample.ids or any(not 0 <= a < b <= len(sample.ids) for a, b in sample.spans):
+            raise ConfigError(
+                f"{path}: sequence {place} has {len(sample.ids)} tokens and the spans {list(sample.spans)}; make it "
+                "again"
+            )
+    if not samples:
+        raise ConfigError(f"{path}: no sequence in it; make it again")
     if wrong:
         raise ConfigError(f"{path}: its {len(lines) - 2} sequences are not those that its foot vouches for; make it")
     return Dataset(samples, head, foot["sha256"])
@@ -238,6 +248,11 @@ def _plain(params: SamplingParams) -> dict[str, Any]:
     }
 
 
+def _lines(text: str) -> list[str]:
+    """Lines of JSON: ended by a newline alone, since its texts may hold every other separator of lines."""
+    return text.removesuffix("\n").split("\n")
+
+
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -246,7 +261,7 @@ def _text(path: Path) -> str:
 
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for place, line in enumerate(_text(path).splitlines(), 1):
+    for place, line in enumerate(_lines(_text(path)), 1):
         if line.strip():
             try:
                 record = json.loads(line)

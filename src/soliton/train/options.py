@@ -36,7 +36,7 @@ class TrainOptions:
     threads: int | None = setting("torch threads of training on a CPU; as found when unset", default=None, low=1)
     seed: int = setting("of weights, order and anchors", default=0, low=0, high=2**63 - 1)
 
-    block: int = setting("rows of a block, each drafts a token", default=8, unit="rows", low=1, high=64)
+    block: int = setting("rows of a block, each drafts a token", default=8, unit="rows", low=1, high=16)
     layers: int = setting("layers of the draft", default=2, low=1, high=64)
     heads: int | None = setting("query heads; hidden / head_dim when unset", default=None, low=1)
     kv_heads: int | None = setting("key and value heads; as heads when unset", default=None, low=1)
@@ -104,9 +104,13 @@ class TrainOptions:
             raise ConfigError("ce, l1, conf and accept are all 0: nothing would be trained; give one a weight")
         if self.confidence_markov and self.markov == "none":
             object.__setattr__(self, "confidence_markov", False)
-        for key, value, most in (("warmup", self.warmup, 1.0), ("ema", self.ema, 0.999999)):
-            if value > most:
+        below = 0.999999  # torch takes no 1
+        limits = (("warmup", 1.0), ("ema", below), ("beta1", below), ("beta2", below))
+        for key, most in limits:
+            if (value := getattr(self, key)) > most:
                 raise ConfigError(f"{key} = {value}: at most {most} is possible")
+        if self.theta <= 0:
+            raise ConfigError(f"theta = {self.theta}: a base above 0 is needed, such as 1e6")
         for value in numbers(self.temperatures, "temperatures"):
             if not 0 <= value <= 100:
                 raise ConfigError(f"temperatures = {self.temperatures!r}: each is from 0 to 100")

@@ -23,7 +23,7 @@ from ..model.draft_spec import DraftSpec, shapes
 from ..model.spec import ModelSpec
 from ..runtime import Runtime
 from .checkpoints import write_text
-from .data import load
+from .data import Dataset, load
 from .features import Features
 from .model import Drafter
 from .options import TrainOptions, numbers
@@ -127,6 +127,7 @@ def train(
         with Engine.from_config(config) as own:
             return train(options, engine=own, report=report, evaluate=evaluate, stop=stop, tell=tell)
     runtime = engine._ready()
+    _check_data(options, data, engine)
     longest, limit = _context(options, data.samples), runtime.config.max_context
     if limit is not None and longest > limit:
         raise ConfigError(f"max_length = {options.max_length}: the engine's max_context is {limit}; lower one of them")
@@ -140,6 +141,23 @@ def train(
         evaluate=evaluate, report=report, stop=stop,
     )  # fmt: skip
     return trainer.run()
+
+
+def _check_data(options: TrainOptions, data: Dataset, engine: Engine) -> None:
+    """ConfigError for sequences of another target: their ids mean something else, or nothing."""
+    made_for, name = data.head.get("target"), engine.checkpoint.name
+    if made_for != name:
+        raise ConfigError(
+            f"data = {options.data!r} was made for {made_for!r}, and the target is {name!r}; make data with this target"
+        )
+    vocab = engine.checkpoint.spec.vocab
+    for place, sample in enumerate(data.samples, 1):
+        low, high = min(sample.ids), max(sample.ids)
+        if low < 0 or high >= vocab:
+            raise ConfigError(
+                f"data = {options.data!r}: sequence {place} holds token {low if low < 0 else high}, but those of "
+                f"{name} run from 0 to {vocab - 1}; make it again"
+            )
 
 
 def _context(options: TrainOptions, samples: Sequence[Any]) -> int:

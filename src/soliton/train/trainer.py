@@ -318,6 +318,11 @@ class Trainer:
     def _resume(self) -> None:
         kept = checkpoints.newest(self._kept)
         if kept is None:
+            if found := checkpoints.steps(self._kept):
+                raise ConfigError(
+                    f"{self._kept}: none of its {len(found)} checkpoints can be read; restore one, or remove the "
+                    "directory to begin anew"
+                )
             return
         _check_binding(json.loads(json.dumps(self._binding)), kept.provenance.get("binding", {}), self._root)
         for name, p in self._params.items():
