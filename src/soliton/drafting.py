@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .checkpoint import Checkpoint
-from .checkpoint.draft import DraftCheckpoint, bundled_draft, check_fit, check_shared, open_draft
+from .checkpoint.draft import DraftCheckpoint, bundled_draft, check_fit, open_draft
 from .config import EngineConfig
 from .context.stream import positions_for
 from .model.draft_spec import DraftSpec, shapes
@@ -28,7 +28,6 @@ def find_draft(config: EngineConfig, checkpoint: Checkpoint) -> DraftCheckpoint 
         return None
     draft = open_draft(path)
     check_fit(draft.spec, checkpoint.spec)
-    check_shared(draft, checkpoint)
     return draft
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint
+from .checkpoint.draft import check_shared
 from .config import Decision, EngineConfig, Facts, resolve
 from .context import CheckpointTree, Stream
 from .context.stream import positions_for
@@ -162,6 +163,8 @@ class Runtime:
 def settle(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, list[Decision]]:
     """The config as it will hold on this machine, and what was decided."""
     draft = find_draft(config, checkpoint)
+    if draft is not None:
+        check_shared(draft, checkpoint)  # reads rows of both, so here alone
     facts = Facts(
         model=checkpoint.name,
         has_draft=draft is not None,

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from . import common
 
-REPEATS = {"step": 30, "ttft": 7, "costs": 15, "accept": 1, "calibration": 1}
+REPEATS = {"step": 30, "ttft": 7, "costs": 15}
 # flags that belong to some of what can be measured
 ONLY = {
     "rows": ("step",),
@@ -30,13 +30,15 @@ ONLY = {
     "limit": ("accept", "calibration"),
     "out": ("costs", "calibration"),
     "keep_repeating": ("accept",),
+    "context": ("step", "ttft", "costs"),
+    "repeats": ("step", "ttft", "costs"),
 }
 ANSWER_TOKENS = 128
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What, MODEL and the flags."""
-    parser.add_argument("what", choices=tuple(REPEATS), help="what to measure")
+    parser.add_argument("what", choices=tuple(FUNCTIONS), help="what to measure")
     common.add_engine(parser)
     common.add_sampling(parser)
     parser.add_argument("--rows", type=int, metavar="N", help="rows verified a step, where the model does not draft")
@@ -67,11 +69,12 @@ def run(args: argparse.Namespace) -> int:
     common.take_model(args)
     if not common.names_model(args):
         raise ConfigError("nothing to measure: give MODEL, such as synthetic:ling-3.0-tiny")
-    repeats = REPEATS[args.what] if args.repeats is None else args.repeats
+    repeats = REPEATS.get(args.what, 1) if args.repeats is None else args.repeats
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats}: at least 1 is needed")
     for flag, whose in ONLY.items():
-        if getattr(args, flag) and args.what not in whose:
+        given = getattr(args, flag)
+        if given is not None and given is not False and args.what not in whose:
             belongs = " and ".join(f"measure {what}" for what in whose)
             raise ConfigError(f"--{flag.replace('_', '-')} belongs to {belongs}; leave it out")
     if args.what in ONLY["prompts"] and not args.prompts:

@@ -14,17 +14,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..engine import Engine
 from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from ..speculation.schedule import Calibration
-from .calibrate import fit
+from ..speculation.verify import ROLLING
+from .calibrate import calibration_error, fit
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """tokens, steps: of steps with drafts; reached[k]: steps in which k drafts or more were accepted; rows: verified in
-    all; excluded: prompts left out. logits, accepted: of steps whose whole block was verified and kept."""
+    """tokens, steps: of steps with drafts; reached[k]: steps in which k drafts or more were accepted; excluded: prompts
+    left out. logits, accepted: of steps whose whole block was verified and kept."""
 
     tokens: int = 0
     steps: int = 0
@@ -88,11 +91,12 @@ def count(
     for place, prompt in enumerate(prompts):
         progress(place, len(prompts))
         ids: list[int] = []
-        sure: list[list[float]] = []
+        sure: list[list[float] | None] = []
         for piece in engine.stream(prompt, dataclasses.replace(params, seed=place)):
             ids += piece.token_ids
             if confidences:
-                sure.append(relay.confidence[:drafts].tolist())
+                cut = int(relay.length) % ROLLING == 0  # there a block ends whatever its drafts were worth
+                sure.append(None if cut else relay.confidence[:drafts].tolist())
             lengths = piece.stats.accept_lengths if piece.stats is not None else ()
         if exclude and repeats(ids):
             found.excluded += 1
@@ -101,8 +105,8 @@ def count(
         for step, length in enumerate(lengths[1:], 1):
             found.tokens, found.steps = found.tokens + length, found.steps + 1
             found.reached.update(range(1, length))
-            if confidences and step + 1 < len(lengths):  # the last block may be cut by the answer's end
-                found.logits.append(sure[step])
+            if confidences and step + 1 < len(lengths) and (said := sure[step]) is not None:
+                found.logits.append(said)  # but for the last block, which may be cut by the answer's end
                 found.accepted.append(length - 1)
     progress(len(prompts), len(prompts))
     return found
@@ -138,10 +142,6 @@ def calibrate(
 
 def _held_out(fitted: Calibration, other: Counts) -> Calibration:
     """``fitted`` with the errors that it has on other samples."""
-    import torch
-
-    from .calibrate import calibration_error
-
     logits = torch.tensor(other.logits, dtype=torch.float64)
     happened = torch.tensor(other.accepted).unsqueeze(1) > torch.arange(logits.shape[1])
 

@@ -45,12 +45,13 @@ def measure_ttft(
     """
     if repeats < LEAST:
         raise ConfigError(f"repeats is {repeats}: a time to first token is a median of at least {LEAST}")
-    most = open_checkpoint(config.model).spec.max_position if config.max_context is None else config.max_context
+    longest = open_checkpoint(config.model).spec.max_position
+    most = longest if config.max_context is None else config.max_context
     if context == most:
         raise ConfigError(
             f"context is {context}, but the engine goes to {most} with the first token; set --max-context"
         )
-    context = min(context_within(context, most, open_checkpoint(config.model).spec.max_position), most - 1)
+    context = min(context_within(context, most, longest), most - 1)
     if config.max_context is None:
         config = dataclasses.replace(config, max_context=context + 1)
     started = time.perf_counter()

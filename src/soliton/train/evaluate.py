@@ -8,7 +8,6 @@ and with them the recorded steps and captured graphs, stay as they are.
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import json
 import statistics
@@ -45,21 +44,7 @@ FREE = ("name", "max_position")  # fields of a draft that change no tensor
 
 def prompts_of(path: str | Path, limit: int | None = None) -> list[Any]:
     """The prompts of a JSONL file, which may be compressed; at most ``limit``, spread over it."""
-    path = Path(path)
-    if path.suffix != ".gz":
-        found = read_prompts(path)
-    else:
-        try:
-            text = gzip.decompress(path.read_bytes())
-        except (OSError, EOFError) as error:
-            raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-        with tempfile.TemporaryDirectory(prefix="soliton-prompts-") as folder:
-            plain = Path(folder) / "prompts.jsonl"
-            plain.write_bytes(text)
-            try:
-                found = read_prompts(plain)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace(str(plain), str(path))) from error
+    found = read_prompts(path)
     if not found:
         raise ConfigError(f"{path}: holds no prompt; give at least one")
     count = min(limit or len(found), len(found))
