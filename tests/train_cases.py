@@ -15,11 +15,12 @@ from soliton.checkpoint import open_checkpoint
 from soliton.checkpoint.draft import open_draft
 from soliton.model.draft_spec import shapes
 from soliton.model.spec import ModelSpec
+from soliton.train.batches import Micro, Part
 from soliton.train.data import Dataset, Sample
 from soliton.train.model import Drafter
 from soliton.train.options import TrainOptions
 from soliton.train.run import draft_spec
-from soliton.train.trainer import Micro, Trainer
+from soliton.train.trainer import Trainer
 
 DATA = Path(__file__).resolve().parent / "data"
 CASE = DATA / "dspark-ling-micro"
@@ -54,6 +55,11 @@ class Batch:
         made = TrainOptions(**{"target": "ling-micro", "data": "-", "out": "-", **options})
         data = Dataset(tuple(self.samples), {}, "0")
         return Trainer(made, self.model, target(), data, source)
+
+    def batch(self, chunk: int = 32) -> list[tuple[Micro, list[Part]]]:
+        """As the trainer takes it."""
+        micro = self.micro()
+        return [(micro, list(micro.parts(chunk)))]
 
     def micro(self) -> Micro:
         """The batch with its fixed anchors."""

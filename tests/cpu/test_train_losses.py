@@ -63,7 +63,7 @@ def test_terms_and_metrics(dtype: torch.dtype, decay: float) -> None:
     trainer = b.trainer(decay=decay, chunk=3)
     whole = losses.totals([b.mask], decay or None)
     with torch.no_grad():
-        found = losses.metrics(trainer._sums([b.micro()], whole, None), whole)
+        found = losses.metrics(trainer._sums(b.batch(3), whole, None), whole)
     rtol = 1e-9 if dtype == torch.float64 else b.suggested["fp32_loss_rtol"]
     golden = b.values if decay else b.values["no_decay"]
     for term in ("ce", "l1", "confidence"):
@@ -85,7 +85,7 @@ def test_gradients(dtype: torch.dtype, chunk: int, term: str) -> None:
     b = Batch(dtype)
     trainer = b.trainer(chunk=chunk)
     whole = losses.totals([b.mask], 4.0)
-    trainer._sums([b.micro()], whole, WEIGHTS[term])
+    trainer._sums(b.batch(chunk), whole, WEIGHTS[term])
     rtol = 1e-7 if dtype == torch.float64 else b.suggested["fp32_grad_rtol"]
     norms = b.values["grad_norms"][term]
     grads = {name: p.grad for name, p in b.model.named_parameters()}
@@ -115,7 +115,7 @@ def test_a_padded_batch_in_parts_gives_the_same_sums() -> None:
             ]
         for p in b.model.parameters():
             p.grad.zero_()
-        sums = trainer._sums(micros, whole, WEIGHTS["total"])
+        sums = trainer._sums([(m, list(m.parts(chunk))) for m in micros], whole, WEIGHTS["total"])
         found.append([*(v.flatten() for v in sums.values()), *(p.grad.flatten() for p in b.model.parameters())])
     for other in found[1:]:
         torch.testing.assert_close(torch.cat(other), torch.cat(found[0]), rtol=1e-9, atol=1e-12)

@@ -61,7 +61,9 @@ class TestLearning:
         assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
         assert lines[-1]["tau"] > lines[0]["tau"] + 0.3
 
-    @pytest.mark.parametrize("values", [{"accept": 0.5, "accept_ramp": 10}, {"temperatures": "1,0.5,0"}, {"ema": 0.9}])
+    @pytest.mark.parametrize(
+        "values", [{"accept": 0.5, "accept_ramp": 10}, {"temperatures": "1,0.5,0"}, {"ema": 0.9}, {"optimizer": "muon"}]
+    )
     def test_other_objectives_learn_too(self, tmp_path: Path, values: dict[str, Any]) -> None:
         toy(tmp_path, steps=40, sequences=3, save_every=100, lr=1e-2, **values).run()
         lines = curve(tmp_path)
@@ -102,7 +104,7 @@ class TestLearning:
 
 
 class TestGoingOn:
-    @pytest.mark.parametrize("values", [{}, {"ema": 0.9, "save_every": 3}])
+    @pytest.mark.parametrize("values", [{}, {"ema": 0.9, "save_every": 3}, {"optimizer": "muon"}])
     def test_the_curve_is_the_same_bit_for_bit(self, tmp_path: Path, values: dict[str, Any]) -> None:
         toy(tmp_path / "whole", **values).run()
         for stops in (5, 1, 4, 100):
@@ -371,6 +373,8 @@ class TestWithATarget:
         held = Features(runtime, (1, 3), "memory")
         assert held.check_space([ids]) == 4 * 3 * 64 * 4 and held(ids)[0] is held(ids)[0]
         assert torch.equal(held(ids)[1], live[1]) and not Path("memory").exists()
+        held = Features(runtime, (1, 3), tmp_path, memory=1e-6)
+        assert held(ids)[0] is held(ids)[0] and held(ids[:2])[0] is not held(ids[:2])[0], "one fits"
         usage = shutil.disk_usage(tmp_path)._replace(free=10)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
         with pytest.raises(DiskError, match=r"needs 1,536 bytes, but .* has 10 free"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,12 +42,16 @@ def features(runtime: Runtime, ids: Sequence[int], taps: tuple[int, ...]) -> tup
 
 class Features:
     """``features`` of a target by sequence; with ``folder`` each is computed once and kept there, bit for bit. MEMORY
-    as folder: in the memory of the target's device."""
+    as folder: in the memory of the target's device. ``memory``: GiB of that in which what was asked for stays."""
 
-    def __init__(self, runtime: Runtime, taps: tuple[int, ...], folder: str | Path | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, taps: tuple[int, ...], folder: str | Path | None = None, memory: float = 0.0
+    ) -> None:
         self._runtime, self._taps = runtime, taps
         self._folder = None if folder in (None, MEMORY) else Path(str(folder))
-        self._memory: dict[tuple[int, ...], tuple[Tensor, Tensor]] | None = {} if folder == MEMORY else None
+        self._all = folder == MEMORY
+        self._memory: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._room = math.inf if self._all else memory * 2**30
         dtype = str(runtime.parts.dtype).removeprefix("torch.")
         self._key = json.dumps([runtime.checkpoint.name, str(runtime.checkpoint.path), taps, dtype])
 
@@ -58,7 +63,7 @@ class Features:
     def check_space(self, sequences: Iterable[Sequence[int]]) -> int:
         """Bytes still to be written for these; DiskError when the disk has less free, ConfigError when memory has; 0
         when nothing is kept."""
-        if self._memory is not None:
+        if self._all:
             needed, device = self.bytes_of(map(len, sequences)), self._runtime.parts.device
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
             if needed > free:
@@ -76,13 +81,17 @@ class Features:
 
     def __call__(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """As ``features``."""
-        if self._memory is not None:
-            key = tuple(ids)
-            if key not in self._memory:
-                self._memory[key] = features(self._runtime, ids, self._taps)
+        key = tuple(ids)
+        if key in self._memory:
             return self._memory[key]
-        if self._folder is None:
-            return features(self._runtime, ids, self._taps)
+        pair = self._kept(ids) if self._folder is not None else features(self._runtime, ids, self._taps)
+        if self._room > 0:
+            self._room -= sum(one.nbytes for one in pair)
+            self._memory[key] = pair
+        return pair
+
+    def _kept(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """From the folder; computed and put there when it has them not."""
         file = self._file(ids)
         try:
             kept = load_file(file, device=str(self._runtime.parts.device))

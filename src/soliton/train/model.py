@@ -157,7 +157,9 @@ class Drafter(nn.Module):
         own = self._keys(w, at, x, turn)
         # heads repeated by hand: fused kernels with a mask do not share them
         share = self.spec.heads // self.spec.kv_heads
-        k, v = (torch.cat(pair, 2).repeat_interleave(share, 1) for pair in zip(context, own))
+        k, v = (torch.cat(pair, 2) for pair in zip(context, own))
+        if share > 1:
+            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return F.linear(out.transpose(1, 2).flatten(2), w[at + "o_proj.weight"])
 

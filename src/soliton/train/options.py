@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from .losses import Objective
 
 # What may differ when a run goes on from a checkpoint: nothing that changes a weight.
-FREE = ("save_every", "keep", "log_every", "eval_every", "features", "tensorboard", "store_vocab", "threads")
+FREE = (
+    "save_every",
+    "keep",
+    "log_every",
+    "eval_every",
+    "features",
+    "features_memory",
+    "tensorboard",
+    "store_vocab",
+    "threads",
+)
 
 
 def numbers(text: str, key: str, kind: type = float) -> tuple[Any, ...]:
@@ -81,6 +91,9 @@ class TrainOptions:
         "share of the steps in which it grows from 0; then it falls as a cosine", default=0.04, low=0
     )
     lr_floor: float = setting("share of it that is left at the end", default=0.0, low=0, high=1)
+    optimizer: str = setting(
+        "adamw, or muon for the matrices inside the layers", default="adamw", choices=("adamw", "muon")
+    )
     beta1: float = setting("of AdamW", default=0.9, low=0, high=1)
     beta2: float = setting("of AdamW", default=0.95, low=0, high=1)
     clip: float = setting("largest norm of the gradient; 0 is off", default=1.0, low=0)
@@ -88,6 +101,9 @@ class TrainOptions:
 
     features: str | None = setting(
         "directory that keeps the target's hidden states, or memory: the device's; recomputed when unset", default=None
+    )
+    features_memory: float = setting(
+        "of the device's memory, which keeps hidden states that were read or computed", default=0.0, unit="GiB", low=0
     )
     save_every: int = setting("steps between checkpoints", default=100, unit="steps", low=1)
     keep: int = setting("checkpoints kept", default=3, low=1)

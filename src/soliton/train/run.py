@@ -132,7 +132,7 @@ def train(
     if limit is not None and longest > limit:
         raise ConfigError(f"max_length = {options.max_length}: the engine's max_context is {limit}; lower one of them")
     model = drafter(options, runtime)
-    source = Features(runtime, model.spec.taps, options.features)
+    source = Features(runtime, model.spec.taps, options.features, options.features_memory)
     if options.features is not None:
         needed = source.check_space([s.ids[: options.max_length] for s in data.samples])
         tell(f"{options.features} will take {needed:,} bytes more for the target's hidden states")

@@ -20,29 +20,20 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
-from . import checkpoints, losses
-from .data import Dataset, Sample, candidates, mixed, order, sample_anchors
+from . import checkpoints, losses, optim
+from .batches import Batches, Micro, Part
+from .data import Dataset, Sample, candidates, mixed
 from .errors import NonFiniteError
 from .export import export
 from .log import Log
 from .losses import Totals
-from .model import Context, Drafter, places
+from .model import Context, Drafter
 from .options import TrainOptions
 
 Source = Callable[[Sequence[int]], tuple[Tensor, Tensor]]  # ids -> taps [n, m * H], last hidden [n, H]
 Evaluate = Callable[[Path, int], Mapping[str, Any]]  # the exported draft's directory, step -> what to log
+Batch = Sequence[tuple[Micro, Sequence[Part]]]
 Report = Callable[[int, int, Mapping[str, Any]], None]  # steps done, in all, the line just logged
-
-
-@dataclass(frozen=True)
-class Micro:
-    """Sequences computed at once, padded. ids int64 [B, L]; anchors int64 [B, A] ascending and mask bool [B, A, g] on
-    the CPU."""
-
-    samples: tuple[Sample, ...]
-    ids: Tensor
-    anchors: Tensor
-    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -91,10 +82,8 @@ class Trainer:
         self._params = dict(model.named_parameters())
         for p in self._params.values():
             p.grad = torch.zeros_like(p)  # so that every tensor has optimizer state, used or not
-        self._optimizer = torch.optim.AdamW(
-            self._params.values(), lr=options.lr, betas=(options.beta1, options.beta2), weight_decay=0.0,
-            fused=self._device.type == "cuda",
-        )  # fmt: skip
+        self._optimizers = optim.optimizers(self._params, options)
+        self._batches = Batches(self._train, options, model.spec.block, pin=self._device.type == "cuda")
         self._ema = {k: p.detach().clone() for k, p in self._params.items()} if options.ema else {}
         self.step = 0
         self._root, self._threads = Path(options.out), options.threads or torch.get_num_threads()
@@ -126,6 +115,7 @@ class Trainer:
                     saved = self._save(log)
                 if self._report is not None:
                     self._report(self.step, o.steps, line)
+            self._batches.close()
             if saved != self.step:
                 self._save(log)
             return Result(self.step, self.step == o.steps, self._export(), log.last())
@@ -162,9 +152,8 @@ class Trainer:
     def _advance(self) -> dict[str, Any]:
         """One optimizer step; nothing is changed when a term or the gradient is not finite."""
         o = self.options
-        chosen = order(o.seed, len(self._train), self.step * o.batch, o.batch)
-        batch = self._batch([(self._train[index], mixed(o.seed, "anchors", epoch, index)) for epoch, index in chosen])
-        whole = losses.totals([micro.mask for micro in batch], self._objective.decay)
+        batch = self._batches.of_step(self.step)
+        whole = losses.totals([micro.mask for micro, _ in batch], self._objective.decay)
         for p in self._params.values():
             assert p.grad is not None
             p.grad.zero_()
@@ -181,9 +170,10 @@ class Trainer:
             self._not_finite(*self._worst())
         line["loss"] = sum(weights[term] * line[term] for term in losses.TERMS if term in line)
         line["lr"] = self.learning_rate(self.step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = line["lr"]
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = line["lr"]
+            optimizer.step()
         for name, average in self._ema.items():
             average.lerp_(self._params[name].detach(), 1 - o.ema)
         return line
@@ -205,37 +195,22 @@ class Trainer:
             term=term,
         )
 
-    def _batch(self, chosen: Sequence[tuple[Sample, int]]) -> list[Micro]:
-        """Sequences and the seeds of their anchors, padded together ``micro`` at a time."""
-        o = self.options
-        return [self._micro(chosen[at : at + o.micro]) for at in range(0, len(chosen), o.micro)]
-
-    def _micro(self, chosen: Sequence[tuple[Sample, int]]) -> Micro:
-        o, block = self.options, self.model.spec.block
-        masks = [sample.mask(o.max_length) for sample, _ in chosen]
-        picked = [sample_anchors(mask, o.anchors, seed) for mask, (_, seed) in zip(masks, chosen)]
-        pad = torch.nn.utils.rnn.pad_sequence
-        ids = [torch.tensor(sample.ids[: o.max_length], dtype=torch.int64) for sample, _ in chosen]
-        anchors = pad(picked, batch_first=True)
-        keep = pad([torch.ones_like(p, dtype=torch.bool) for p in picked], batch_first=True)
-        mask = losses.supervised(pad(masks, batch_first=True), anchors, keep, block)
-        return Micro(tuple(sample for sample, _ in chosen), pad(ids, batch_first=True), anchors, mask)
-
-    def _sums(self, batch: Sequence[Micro], whole: Totals, weights: Mapping[str, float] | None) -> dict[str, Tensor]:
+    def _sums(self, batch: Batch, whole: Totals, weights: Mapping[str, float] | None) -> dict[str, Tensor]:
         """Sums of terms and metrics over a batch; with ``weights`` the loss's gradient is added to the parameters."""
         found: dict[str, Tensor] = {}
-        for micro in batch:
-            for part in self._parts(micro, whole, weights):
+        for micro, parts in batch:
+            for part in self._parts(micro, parts, whole, weights):
                 for name, value in part.items():
                     found[name] = found[name] + value.detach() if name in found else value.detach()
         return found
 
-    def _parts(self, micro: Micro, whole: Totals, weights: Mapping[str, float] | None) -> Iterator[dict[str, Tensor]]:
+    def _parts(
+        self, micro: Micro, parts: Sequence[Part], whole: Totals, weights: Mapping[str, float] | None
+    ) -> Iterator[dict[str, Tensor]]:
         """Chunk by chunk of blocks. Keys and values of the context are made once: each chunk's gradient stops at them
         and is gathered there, and goes on into the context's own weights at the end."""
-        model, o, device = self.model, self.options, self._device
-        count = int(micro.anchors.max())
-        taps, hidden = self._features(micro, max(count, 1))
+        model, device = self.model, self._device
+        taps, hidden = self._features(micro, max(int(micro.anchors.max()), 1))
         ids = micro.ids.to(device)
         with self._cast():
             context = model.context(taps)
@@ -244,25 +219,17 @@ class Trainer:
             for pair in leaves:
                 for tensor in pair:
                     tensor.requires_grad_()
-        for start in range(0, micro.anchors.shape[1], o.chunk):
-            anchors, mask = micro.anchors[:, start : start + o.chunk], micro.mask[:, start : start + o.chunk]
-            use = mask.any(-1)
-            if not bool(use.any()):
-                continue
-            rows = int(anchors.max())
-            at = places(anchors, model.spec.block, ids.shape[1])
+        for part in parts:
+            part = part.to(device)
             with self._cast():
-                cut: Context = [(k[:, :, :rows], v[:, :, :rows]) for k, v in leaves]
-                blocks = model.blocks(cut, ids, anchors.to(device))[use.to(device)]
-                place = at[use].to(device)
-                sequence = use.nonzero()[:, :1].to(device)
-                previous = ids[sequence, place]
-                draft = model.logits(blocks, previous)
+                cut: Context = [(k[:, :, : part.context], v[:, :, : part.context]) for k, v in leaves]
+                blocks = model.blocks(cut, ids, part.anchors).flatten(0, 1).index_select(0, part.taken)
+                draft = model.logits(blocks, part.previous)
                 with torch.no_grad():
-                    law = model.target_logits(hidden[sequence, place])
-                confidence = model.confidence(blocks, previous)
-            labels = micro.ids[use.nonzero()[:, :1], (at[use] + 1).clamp(max=ids.shape[1] - 1)].to(device)
-            found = losses.sums(self._objective, draft, law, confidence, labels, mask[use].to(device))
+                    behind = hidden.flatten(0, 1).index_select(0, part.behind)
+                    law = model.target_logits(behind.view(*part.mask.shape, -1))
+                confidence = model.confidence(blocks, part.previous)
+            found = losses.sums(self._objective, draft, law, confidence, part.labels, part.mask)
             if weights is not None:
                 shares = [weights[name] * value for name, value in losses.terms(found, whole) if weights[name]]
                 torch.stack(shares).sum().backward()  # type: ignore[no-untyped-call]
@@ -286,8 +253,8 @@ class Trainer:
     @torch.no_grad()
     def validate(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Terms and metrics of the model as it is, over ``samples`` at anchors that never change."""
-        batch = self._batch([(s, mixed(self.options.seed, "held", i)) for i, s in enumerate(samples)])
-        whole = losses.totals([micro.mask for micro in batch], self._objective.decay)
+        batch = self._batches.of([(s, mixed(self.options.seed, "held", i)) for i, s in enumerate(samples)])
+        whole = losses.totals([micro.mask for micro, _ in batch], self._objective.decay)
         return dict(losses.metrics(self._sums(batch, whole, None), whole))
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -308,9 +275,7 @@ class Trainer:
         """All that a later run needs, by name, on the CPU."""
         found = {f"model.{name}": p.detach() for name, p in self._params.items()}
         found |= {f"ema.{name}": average for name, average in self._ema.items()}
-        for name, p in self._params.items():
-            state = self._optimizer.state[p]
-            found |= {f"{part}.{name}": state[part] for part in ("exp_avg", "exp_avg_sq")} if state else {}
+        found |= optim.state(self._optimizers, self._params)
         found["rng"] = torch.get_rng_state()
         return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
@@ -329,10 +294,7 @@ class Trainer:
             p.copy_(kept.tensors[f"model.{name}"])
             if self._ema:
                 self._ema[name].copy_(kept.tensors[f"ema.{name}"])
-            if f"exp_avg.{name}" in kept.tensors:
-                state = {part: kept.tensors[f"{part}.{name}"].to(p.device) for part in ("exp_avg", "exp_avg_sq")}
-                count = torch.tensor(float(kept.step), device=p.device if self._device.type == "cuda" else "cpu")
-                self._optimizer.state[p] = {"step": count, **state}
+        optim.restore(self._optimizers, self._params, kept.tensors, kept.step)
         torch.set_rng_state(kept.tensors["rng"])
         self.step = kept.step
 
