@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import soliton.pebble
+from draft_cases import random_draft
 from emulated_sweep import execute
 from soliton import Engine, SamplingParams
+from soliton.checkpoint.draft import open_draft
 from soliton.ops import device, embed, kda, linear, mla, moe, norm, rope, select, sweep
+from soliton.train.evaluate import replace_draft
 
 TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton", "draft_triton")
 
@@ -150,6 +154,20 @@ def test_a_block_drafter(emulated: None, case: Path, tmp_path: Path, settings: d
         want = KEPT.setdefault(which, plain.generate(prompt(), PARAMS[which]).token_ids)
     assert got.token_ids == want, "drafts change nothing"
     assert "draft_verify_tokens" not in settings or max(lengths) <= 4
+
+
+def test_a_draft_put_in_another_s_place(emulated: None) -> None:
+    """Norm weights among them, of which sweeps keep copies."""
+    path = Path(soliton.pebble.path())
+    sizes = {"head_dim": 32, "intermediate_size": 64, "markov_rank": 32, "target_layer_ids": [0, 2, 4]}
+    old, new = (str(random_draft(path, seed=seed, **sizes)) for seed in (0, 5))
+    drafts = []
+    for first in (new, old):
+        with engine(path, speculation="dspark", draft=first, prefix_reuse="off") as made:
+            replace_draft(made._ready(), open_draft(new))
+            made.generate(prompt(), replace(PARAMS[0], max_tokens=3))
+            drafts.append(made._ready().relay.tokens.tolist())
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -51,9 +51,11 @@ def product(
     fields: dict[str, Any] = {"w": weight, "x": x, "out": out, "n": w.padded, "k": w.inputs, "x_stride": x.stride(0)}
     fields["out_stride"] = out.stride(0)
     reads = [x]
+    copies = []
     if norm is not None:
         assert w.inputs <= SLAB
         fields |= {"prologue": RMS, "norm": norm[0].to(torch.bfloat16), "eps": norm[1]}
+        copies.append((fields["norm"], norm[0]))
     if scaled is not None:
         assert scaled[0].is_contiguous() and scaled[0].shape[1] * HEAD == w.inputs
         fields |= {"prologue": SCALED, "stats": scaled[0], "eps": scaled[1]}
@@ -65,7 +67,9 @@ def product(
         reads.append(out)
     else:
         fields["epilogue"] = STORE_FLOAT if out.dtype == torch.float32 else STORE
-    return Instruction(kind=PRODUCT, fields=fields, reads=reads, writes=[out], input=_normed(x, norm))
+    return Instruction(
+        kind=PRODUCT, fields=fields, reads=reads, writes=[out], input=_normed(x, norm), copies=copies
+    )  # fmt: skip
 
 
 def _adds(out: Tensor) -> int:

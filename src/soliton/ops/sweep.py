@@ -77,6 +77,7 @@ class Instruction:
     writes: list[Tensor]
     sync: bool = False
     input: tuple[int, ...] | None = None  # what a norm makes of the input: equal ones need not be made again
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (rounded, the weight it was made of)
 
     @property
     def spans(self) -> bool:
@@ -168,6 +169,11 @@ class Sweep:
         self._count = len(parts)
         raw = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self._table = raw.to(device)
+
+    def reread(self) -> None:
+        """After weights were written in place: what was made of them when the list was made is made again."""
+        for copy, source in (pair for item in self.instructions for pair in item.copies):
+            copy.copy_(source)
 
     def _starts(self, grid: int) -> Iterator[tuple[Instruction, int]]:
         """Each instruction and the block with its first share."""

@@ -99,6 +99,13 @@ class Tape:
         if self._trace is not None:
             self._trace[name if self.scope is None else f"{name}.{self.scope}"] = value.detach().clone()
 
+    def reread(self) -> None:
+        """After weights were written in place: calls that keep something made of them make it again."""
+        for entry in self.entries:
+            again = getattr(entry.function, "reread", None)
+            if again is not None:
+                again()
+
     def dump(self) -> list[str]:
         """The recording in words, one line a call: equal dumps mean an equal step."""
         return [str(entry) for entry in self.entries]

@@ -44,6 +44,11 @@ class Program:
         """The step in words, for refactoring proofs and the census."""
         return [f"{phase.name}: {line}" for phase in self.phases for line in phase.tape.dump()]
 
+    def reread(self) -> None:
+        """After weights were written in place, between two steps."""
+        for phase in self.phases:
+            phase.tape.reread()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:

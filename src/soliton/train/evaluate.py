@@ -105,6 +105,8 @@ def replace_draft(runtime: Runtime, draft: DraftCheckpoint) -> None:
             old.copy_(new)
         if loaded.scheduler is not None and fresh.scheduler is not None:  # its calibration comes with the draft
             loaded.scheduler.temperatures.copy_(fresh.scheduler.temperatures)
+        for program in runtime.programs.values():
+            program.reread()
         runtime.tree.clear()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
