@@ -1,5 +1,6 @@
 """Measure a model on this machine. `soliton measure step MODEL`: one step beside the floor that its bytes set.
 `soliton measure ttft MODEL`: the time to the first token of a fresh prompt. `accept`: tokens a step on prompts.
+`compare`: ways of decoding beside each other, on the same prompts in one run: TPOT and accept length.
 Of a DSpark draft, `costs`: a step's time by verified rows, for --draft-costs; `calibration`: temperatures of its
 confidence head, for calibration.json beside it. Both into --out.
 
@@ -26,10 +27,11 @@ REPEATS = {"step": 30, "ttft": 7, "costs": 15}
 ONLY = {
     "rows": ("step",),
     "simulate_accept": ("step",),
-    "prompts": ("accept", "calibration"),
-    "limit": ("accept", "calibration"),
+    "prompts": ("accept", "compare", "calibration"),
+    "limit": ("accept", "compare", "calibration"),
+    "ways": ("compare",),
     "out": ("costs", "calibration"),
-    "keep_repeating": ("accept",),
+    "keep_repeating": ("accept", "compare"),
     "context": ("step", "ttft", "costs"),
     "repeats": ("step", "ttft", "costs"),
 }
@@ -55,6 +57,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--simulate-accept", type=float, metavar="X", help="print the time a token at this accept length"
     )
+    parser.add_argument(
+        "--ways", nargs="+", metavar="WAY", default=None,
+        help="off, nextn:DRAFTS, dspark, dspark:fixed=N, dspark:threshold=X, dspark:cost; the first is the ratios' 1",
+    )  # fmt: skip
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines with "prompt" or "messages"')
     parser.add_argument("--limit", type=int, metavar="N", help="prompts of the file, spread over it; all when unset")
     parser.add_argument(
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"measure {args.what} answers prompts: give --prompts FILE")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
-    answers = args.what in ("accept", "calibration")
+    answers = args.what in ONLY["prompts"]
     for flag in ("stop", "prompt_logprobs", *(() if answers else ("max_tokens",))):
         if getattr(params, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} changes nothing that is measured; leave it out")
@@ -162,6 +168,19 @@ def _accept(args: argparse.Namespace, config: EngineConfig, params: SamplingPara
     return "tokens a step", rows, report
 
 
+def _compare(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.compare import as_table, compare, parse_way
+
+    prompts, params = _answering(args, params)
+    words = args.ways or ["off", "nextn:3"]
+    for word in words:
+        parse_way(word)
+    with common.bar("answering") as progress:
+        exclude = not args.keep_repeating
+        report = compare(config, words, prompts, params, load=common.load, exclude=exclude, progress=progress)
+    return "ways of decoding", as_table(report), {**report, "file": args.prompts}
+
+
 def _costs(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
     from ..measure.costs import measure_costs
 
@@ -194,4 +213,6 @@ def _calibration(args: argparse.Namespace, config: EngineConfig, params: Samplin
     return "calibration", rows, report
 
 
-FUNCTIONS = {"step": _step, "ttft": _ttft, "accept": _accept, "costs": _costs, "calibration": _calibration}
+FUNCTIONS = {
+    "step": _step, "ttft": _ttft, "accept": _accept, "compare": _compare, "costs": _costs, "calibration": _calibration,
+}  # fmt: skip
