@@ -10,6 +10,7 @@ from .config import EngineConfig
 from .context.stream import positions_for
 from .model.draft_spec import DraftSpec, shapes
 from .model.dspark import build_draft, draft_turns
+from .ops.device import name
 from .speculation.dspark import Drafter
 from .speculation.schedule import Calibration, Costs, Schedule, Scheduler
 
@@ -67,6 +68,27 @@ def _calibration(config: EngineConfig, draft: DraftCheckpoint) -> Calibration | 
         return Calibration.load(config.draft_calibration)
     beside = draft.path / CALIBRATION if draft.path is not None else None
     return Calibration.load(beside) if beside is not None and beside.is_file() else None
+
+
+def doubts(config: EngineConfig, checkpoint: Checkpoint, draft: DraftCheckpoint) -> list[str]:
+    """What measured files were made for, where that is not what they are used for; output stays right, speed may not.
+    ConfigError for a file that cannot be used at all."""
+    found = []
+    calibration, here = _calibration(config, draft), name(torch.device(config.device))
+    if calibration is not None and calibration.model not in ("", checkpoint.name):
+        found.append(
+            f"the draft's temperatures were fitted on {calibration.model!r}, this model is {checkpoint.name!r}; "
+            "calibrate again"
+        )
+    if config.draft_costs is not None:
+        costs = Costs.load(config.draft_costs)
+        for key, there, mine in (("model", costs.model, checkpoint.name), ("device", costs.device, here)):
+            if there not in ("", mine):
+                found.append(
+                    f"draft_costs = {config.draft_costs!r} has the times of {key} {there!r}, this is {mine!r}; "
+                    "measure them here"
+                )
+    return found
 
 
 def draft_elements(spec: DraftSpec) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from .checkpoint.draft import check_shared
 from .config import Decision, EngineConfig, Facts, resolve
 from .context import CheckpointTree, Stream
 from .context.stream import positions_for
-from .drafting import draft_elements, find_draft, make_drafter
+from .drafting import doubts, draft_elements, find_draft, make_drafter
 from .errors import RequestError, UnsupportedError
 from .model.decoder import turn_table
 from .model.prefill import logits_in_parts, logits_of
@@ -252,6 +253,8 @@ def load_runtime(
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     drafts, kept = config.speculative_num_steps or 0, config.checkpoint_budget
     draft = find_draft(config, checkpoint)
+    for doubt in doubts(config, checkpoint, draft) if draft is not None else ():
+        warnings.warn(doubt, stacklevel=2)
     mtp = drafts > 0 and draft is None
     assert verify is None or not drafts, "the drafter decides how many rows are verified"
     verified = drafts if verify is None else verify - 1

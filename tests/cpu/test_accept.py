@@ -88,7 +88,7 @@ def test_calibration(capsys: pytest.CaptureFixture[str], prompts: str, tmp_path:
     [
         (("accept", "pebble"), "measure accept answers prompts: give --prompts FILE"),
         (("accept", "pebble", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: lines of JSON"),
-        (("step", "pebble", "--prompts", "x"), "--prompts belongs to measure accept and measure calibration"),
+        (("step", "pebble", "--prompts", "x"), "--prompts belongs to measure accept and measure compare and"),
         (("ttft", "pebble", "--out", "x"), "--out belongs to measure costs and measure calibration"),
         (("costs", "pebble", "--rows", "3"), "--rows belongs to measure step"),
         (("costs", "pebble"), "costs by rows are of a DSpark draft, and speculation is 'nextn'"),
@@ -103,3 +103,50 @@ def test_refusals(
     monkeypatch.chdir(d.DATA.parents[1])
     assert main(["measure", *words, "--device", "cpu"]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_files_made_for_something_else_are_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = Costs(
+        draft_us=1.0, verify_us=tuple(range(1, 7)), model="another", draft="", device="a GPU", commit=None, versions={}
+    )
+    costs.save(tmp_path / "costs.json")
+    given = {"draft": str(DRAFT), "draft_costs": str(tmp_path / "costs.json")}
+    with pytest.warns(UserWarning) as told:
+        h.load(h.micro(), **given).close()
+    assert [w for w in map(str, (one.message for one in told)) if "of model 'another'" in w or "device 'a GPU'" in w]
+    assert main(["doctor", str(h.micro()), "--device", "cpu", "--json", *flags(given)]) == 1
+    assert any("'a GPU'" in said for said in json.loads(capsys.readouterr().out)["problems"])
+    (tmp_path / "costs.json").write_text("{")
+    assert main(["doctor", str(h.micro()), "--device", "cpu", "--json", *flags(given)]) == 2
+
+
+def flags(given: dict[str, str]) -> list[str]:
+    return [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", value)]
+
+
+class TestWaysBesideEachOther:
+    WAYS = ("off", "nextn:2", "dspark", "dspark:fixed=2", "dspark:threshold=0.5", "dspark:cost")
+
+    def test_the_same_answers(self, capsys: pytest.CaptureFixture[str], prompts: str) -> None:
+        given = {"draft": str(DRAFT), "draft_costs": d.costs([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])}
+        words = (*flags(given), "--prompts", prompts, "--max-tokens", "24", "--ignore-eos", "--keep-repeating")
+        found = said(capsys, "compare", str(h.micro()), *words, "--ways", *self.WAYS)
+        assert [row["way"] for row in found["ways"]] == list(self.WAYS)
+        assert found["different"] == 0 and found["prompts"] == len(PROMPTS)
+        first, nextn, *_ = found["ways"]
+        assert first["accept_length"] == 1.0 and first["ratio"] == {"median": 1.0, "q1": 1.0, "q3": 1.0}
+        engine = h.engine(h.micro(), speculation="nextn", speculative_num_steps=2)
+        lengths = [n for p in PROMPTS for n in engine.generate(p, GREEDY).stats.accept_lengths[1:]]
+        assert nextn["accept_length"] == pytest.approx(sum(lengths) / len(lengths), abs=1e-3)
+        assert all(
+            0 < row["tpot_us"]["q1"] <= row["tpot_us"]["median"] <= row["tpot_us"]["q3"] for row in found["ways"]
+        )
+
+    @pytest.mark.parametrize(
+        "ways",
+        [["off"], ["off", "off"], ["off", "nextn"], ["off", "medusa"], ["off", "dspark:fixed=x"], ["off", "nextn:2=3"]],
+    )
+    def test_ways_that_are_none(self, ways: list[str], prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["measure", "compare", str(h.micro()), "--prompts", prompts, "--device", "cpu", "--ways", *ways]
+        assert main(words) == 2
+        assert "--ways" in capsys.readouterr().err

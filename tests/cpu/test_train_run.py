@@ -268,6 +268,8 @@ class TestExport:
     def test_the_engine_opens_it(self, tmp_path: Path, markov: str) -> None:
         found = toy(tmp_path, steps=1, markov=markov, kv_heads=1)
         opened = open_draft(found.run().draft)
+        said = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+        assert said["step"] == 1 and said["data"] == "toy"
         check_fit(opened.spec, target())
         for key, value in vars(found.model.spec).items():
             assert key == "name" or getattr(opened.spec, key) == value, key

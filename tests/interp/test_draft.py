@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -57,6 +59,32 @@ def test_markov() -> None:
     kernels.markov(got, base, embedding, w.t(), tokens, 1, 4)
     assert float((got[0] - (base[4] + embedding[150] @ w.t())).abs().max()) < 1e-5
     assert bool(got[1].isnan().all())
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+@pytest.mark.parametrize("width", [40, 64])
+def test_markov_mixed(kind: str, width: int) -> None:
+    """A whole block of three rows, the recurrent state handed on."""
+    from soliton.model.dspark import DraftWeights, _markov_in
+    from soliton.ops import draft_triton as kernels
+
+    torch.manual_seed(5)
+    rank, vocab = 16, 50
+    shape = (rank, width + rank) if kind == "gated" else (3 * rank, 2 * rank + width)
+    hidden, tokens = torch.randn(4, width + 8)[:, :width], torch.tensor([3, 49, 7])
+    names = DraftWeights.__dataclass_fields__
+    weights = DraftWeights(
+        **dict.fromkeys(names, None)
+        | {"markov_in": torch.randn(vocab, rank), "mix": torch.randn(shape) * 0.2, "mix_bias": torch.randn(shape[0])}
+    )
+    want, state = torch.full((2, rank), NAN), torch.full((1, rank), NAN)
+    got, states = torch.full((rank,), NAN), torch.full((2, rank), NAN)
+    for k in range(3):
+        _markov_in(want, state, weights, SimpleNamespace(markov=kind), hidden, tokens, k + 1, k)
+        given = (weights.markov_in, hidden, weights.mix, weights.mix_bias, tokens, k, k + 1)
+        kernels.mix(got, states[(k + 1) % 2], states[k % 2], *given)
+        assert float((got - want[0]).abs().max()) < 1e-5, k
+        assert kind == "gated" or float((states[(k + 1) % 2] - state[0]).abs().max()) < 1e-5
 
 
 def test_rows_of_block_and_context() -> None:

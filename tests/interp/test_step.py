@@ -156,10 +156,12 @@ def test_a_block_drafter(emulated: None, case: Path, tmp_path: Path, settings: d
     assert "draft_verify_tokens" not in settings or max(lengths) <= 4
 
 
-def test_a_draft_put_in_another_s_place(emulated: None) -> None:
+@pytest.mark.parametrize("markov", ["vanilla", "rnn"])
+def test_a_draft_put_in_another_s_place(emulated: None, markov: str) -> None:
     """Norm weights among them, of which sweeps keep copies."""
     path = Path(soliton.pebble.path())
     sizes = {"head_dim": 32, "intermediate_size": 64, "markov_rank": 32, "target_layer_ids": [0, 2, 4]}
+    sizes |= {"markov_head_type": markov}
     old, new = (str(random_draft(path, seed=seed, **sizes)) for seed in (0, 5))
     drafts = []
     for first in (new, old):

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draft_cases import random_draft
 from soliton.checkpoint import draft as draft_module
 from soliton.checkpoint import open_checkpoint, spec_from_config
 from soliton.checkpoint.draft import bundled_draft, check_fit, check_shared, open_draft
@@ -104,8 +105,8 @@ class TestLayouts:
                 assert torch.equal(other.tensor(name), first.tensor(name)), name
 
     def test_stored_tensors_are_counted(self) -> None:
-        for name, shared in (("dspark-ling-micro", True), ("dspark-ling-mini-128", False)):
-            draft, tensors = open_draft(DATA / name), load_file(DATA / name / "model.safetensors")
+        for path, shared in ((DATA / "dspark-ling-micro", True), (random_draft(DATA / "ling-micro"), False)):
+            draft, tensors = open_draft(path), load_file(path / "model.safetensors")
             assert draft.parameters() == sum(t.numel() for t in tensors.values())
             own = sum(t.numel() for n, t in tensors.items() if n not in (EMBED, HEAD))
             assert draft.weight_bytes() == 2 * own and draft.d2t is None
@@ -113,7 +114,8 @@ class TestLayouts:
             assert all(torch.equal(draft.tensor(n), t) for n, t in tensors.items())
 
     def test_rope_parameters_alone(self) -> None:
-        spec = open_draft(DATA / "dspark-ling-mini-128").spec
+        config = json.loads((DATA / "rope-parameters.json").read_text(encoding="utf-8"))
+        spec, _ = draft_from_config(config, where="config.json")
         assert spec.theta == 10000.0 and (spec.heads, spec.kv_heads) == (4, 2)
 
     def test_specforge_prepared_for_serving(self) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..ops.device import name as device_name
 from ..sampling.params import Resolved
+
+__all__ = ["commit", "device_name", "driver", "dtypes", "sampling_words"]
 
 
 def sampling_words(params: Resolved) -> str:
@@ -21,11 +21,6 @@ def sampling_words(params: Resolved) -> str:
     words += ["with processors"] if params.processors else []
     words += [f"logprobs={params.logprobs}"] if params.logprobs is not None else []
     return " ".join((["greedy"] if params.greedy else []) + words)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's own name."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
 
 
 def driver() -> str | None:

@@ -64,12 +64,17 @@ def parse_way(word: str) -> dict[str, Any]:
 def config_of(config: EngineConfig, word: str) -> EngineConfig:
     """``config`` as that way decodes; files of a draft only where one is loaded."""
     changes = parse_way(word)
-    clean = {"speculative_num_steps": None, "draft_verify": "auto", "draft_verify_tokens": None, "draft_threshold": None}
+    clean = {
+        "speculative_num_steps": None,
+        "draft_verify": "auto",
+        "draft_verify_tokens": None,
+        "draft_threshold": None,
+    }
     if changes["speculation"] != "dspark":
         clean |= {"draft": None, "draft_costs": None, "draft_calibration": None}
     elif changes.get("draft_verify") != "cost":
         clean["draft_costs"] = None
-    return dataclasses.replace(config, **{**clean, **changes})  # type: ignore[arg-type]
+    return dataclasses.replace(config, **{**clean, **changes})
 
 
 def compare(
@@ -99,7 +104,10 @@ def compare(
             progress(place, len(prompts))
             given = dataclasses.replace(params, seed=place)
             try:
-                turns = {way.name: _answer(way, prompt, given) for way in ways[place % len(ways) :] + ways[: place % len(ways)]}
+                turns = {
+                    way.name: _answer(way, prompt, given)
+                    for way in ways[place % len(ways) :] + ways[: place % len(ways)]
+                }
             except RequestError:
                 refused += 1
                 continue

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..config import EngineConfig, settings
+from ..drafting import doubts, find_draft
 from ..errors import MemoryPlanError
 from ..model.weights import Builder, MoeWeights
 from ..ops.linear import product
@@ -108,7 +109,8 @@ def _model(config: EngineConfig) -> tuple[dict[str, Any], list[tuple[int, int]],
         given = getattr(config, leaf.key)
         reason = reasons.get(leaf.key) or ("as given" if given != leaf.default else "the default")
         rows.append({"key": leaf.key, "value": getattr(settled, leaf.key), "reason": reason})
-    problems: list[str] = []
+    draft = find_draft(settled, checkpoint)
+    problems = doubts(settled, checkpoint, draft) if draft is not None else []
     try:
         plan = plan_memory(settled, checkpoint)
     except MemoryPlanError as error:

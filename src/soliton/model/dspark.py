@@ -192,6 +192,8 @@ class Markov:
         exact = spec.markov == "vanilla" or tape.fused  # the embedding as stored; what is made of it is not rounded
         self._e = tape.new(2, max(spec.rank, 1), dtype=None if exact else torch.float32)
         self._state = tape.new(1, max(spec.rank, 1), dtype=torch.float32)
+        self._mixed, self._states = (tape.new(n, max(spec.rank, 1), dtype=torch.float32) for n in (1, 2))
+        self._zero = torch.zeros(1, dtype=torch.int64, device=tape.device)
 
     def row(self, k: int) -> Tensor:
         """float32 [2, vocab (padded)], the same row twice: draft k's logits; a token that the draft does not know has
@@ -199,11 +201,16 @@ class Markov:
         tape, w, spec = self._tape, self._w, self._spec
         at = k if spec.anchor_first else k + 1
         out = tape.new(2, self._base.shape[1], dtype=torch.float32)
-        if spec.markov == "vanilla" and tape.fused and spec.rank & (spec.rank - 1) == 0:
-            assert w.markov_in is not None and w.markov_out is not None
+        fits = spec.rank & (spec.rank - 1) == 0 and (w.mix is None or spec.rank >= 8)
+        if tape.fused and fits and w.markov_in is not None and w.markov_out is not None:
             kernels = importlib.import_module("soliton.ops.draft_triton")
-            given = (self._base, w.markov_in, w.markov_out.data, self._tokens, k, at)
-            tape.do("markov", kernels.markov, out, *given)
+            embedding, tokens, place = w.markov_in, self._tokens, k
+            if w.mix is not None:
+                before, after = self._states[k % 2], self._states[(k + 1) % 2]
+                given = (w.markov_in, self._hidden, w.mix, w.mix_bias, self._tokens, k, at)
+                tape.do("markov.mix", kernels.mix, self._mixed[0], after, before, *given)
+                embedding, tokens, place = self._mixed, self._zero, 0
+            tape.do("markov", kernels.markov, out, self._base, embedding, w.markov_out.data, tokens, place, at)
         elif w.markov_in is not None and w.markov_out is not None:
             tape.do("markov.in", _markov_in, self._e, self._state, w, spec, self._hidden, self._tokens, at, k)
             bias = tape.new(2, w.markov_out.padded, dtype=torch.float32)

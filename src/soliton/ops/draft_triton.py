@@ -171,6 +171,60 @@ def attend(out: Tensor, q: Tensor, cache: Tensor, length: Tensor, part: Tensor, 
 
 
 @triton.jit
+def _mix_row(w, rows, s, e, h, cols, wide, ld, R: tl.constexpr, H: tl.constexpr, RNN: tl.constexpr):
+    """Inner products of rows of w with the joint input: [state, embedding, hidden], or [hidden, embedding]."""
+    line = w + rows[:, None] * ld
+    at = tl.load(line + (2 * R if RNN else 0) + wide[None, :], mask=(wide < H)[None, :], other=0.0)
+    total = tl.sum(at * h[None, :], 1) + tl.sum(tl.load(line + (R if RNN else H) + cols[None, :]) * e[None, :], 1)
+    if RNN:
+        total += tl.sum(tl.load(line + cols[None, :]) * s[None, :], 1)
+    return total
+
+
+@triton.jit
+def _mix(out, after, before, embedding, hidden, w, bias, tokens, place, at, ld_hidden, ld, R: tl.constexpr,
+         H: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr, RNN: tl.constexpr, FIRST: tl.constexpr,
+         PDL: tl.constexpr):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    rows, cols, wide = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, R), tl.arange(0, HP)
+    token = embedding + tl.load(tokens + place) * R
+    e = tl.load(token + cols).to(tl.float32)
+    h = tl.load(hidden + at * ld_hidden + wide, mask=wide < H, other=0.0).to(tl.float32)
+    s = tl.zeros([R], tl.float32)
+    if RNN and not FIRST:
+        s = tl.load(before + cols)
+    gate = 1 / (1 + tl.exp(-(_mix_row(w, rows, s, e, h, cols, wide, ld, R, H, RNN) + tl.load(bias + rows))))
+    if RNN:
+        new = _mix_row(w, rows + R, s, e, h, cols, wide, ld, R, H, RNN) + tl.load(bias + R + rows)
+        result = _mix_row(w, rows + 2 * R, s, e, h, cols, wide, ld, R, H, RNN) + tl.load(bias + 2 * R + rows)
+        old = tl.zeros([BLOCK], tl.float32)
+        if not FIRST:
+            old = tl.load(before + rows)
+        tl.store(after + rows, gate * old + (1 - gate) * (2 / (1 + tl.exp(-2 * new)) - 1))
+        tl.store(out + rows, 2 / (1 + tl.exp(-2 * result)) - 1)
+    else:
+        tl.store(out + rows, gate * tl.load(token + rows).to(tl.float32))
+
+
+def mix(
+    out: Tensor, after: Tensor, before: Tensor, embedding: Tensor, hidden: Tensor, w: Tensor, bias: Tensor,
+    tokens: Tensor, place: int, at: int,
+) -> None:  # fmt: skip
+    """See model.dspark._markov_in, of a gated head (w: [r, H + r]) or a recurrent one (w: [3 r, 2 r + H]): out[r] is
+    what its last product takes, after[r] the state that becomes of before[r], which is 0 at place 0; the two are
+    different buffers. All float32 but embedding [vocab, r] and hidden [B, H]; r a power of two, 8 at least."""
+    rank, width = embedding.shape[1], hidden.shape[1]
+    assert w.is_contiguous() and embedding.is_contiguous() and hidden.stride(1) == 1 and rank >= 8
+    _mix[(rank // 8,)](
+        out, after, before, embedding, hidden, w, bias, tokens, place, at, hidden.stride(0), w.stride(0), R=rank,
+        H=width, HP=triton.next_power_of_2(width), BLOCK=8, RNN=w.shape[0] == 3 * rank, FIRST=place == 0,
+        PDL=chained(), num_warps=4, launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
 def _markov(out, base, embedding, w, tokens, place, at, ld_base, ld_w, N, R: tl.constexpr, BLOCK_N: tl.constexpr,
             PDL: tl.constexpr):  # fmt: skip
     outputs, cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)

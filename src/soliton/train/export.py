@@ -73,9 +73,11 @@ def export(
     *,
     anchors: int,
     vocab: tuple[Tensor, Tensor] | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write the draft into ``folder``, each file whole or not at all. ``state``: tensors by the names of
-    ``draft_spec.shapes``; ``vocab``: embedding and head [V, H] to store, too. Returns the folder."""
+    ``draft_spec.shapes``; ``vocab``: embedding and head [V, H] to store, too; ``provenance``: how it came to be, for
+    provenance.json. Returns the folder."""
     folder = Path(folder)
     wanted = shapes(spec)
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -91,5 +93,7 @@ def export(
     with writing(folder, "the draft"):
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(folder / "model.safetensors", stored)
+        if provenance is not None:
+            write_text(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")
         write_text(folder / "config.json", json.dumps(config_of(spec, target, anchors=anchors), indent=2))
     return folder

@@ -136,7 +136,11 @@ class Trainer:
         o, model = self.options, self.model
         vocab = (model.embed, model.head) if o.store_vocab else None
         state = self._ema or self._params
-        return export(self._root / "draft", model.spec, state, self._target, anchors=o.anchors, vocab=vocab)
+        said = {key: value for key, value in self._provenance.items() if key != "binding"}
+        said |= {"data": self._binding["data"], "step": self.step}
+        return export(
+            self._root / "draft", model.spec, state, self._target, anchors=o.anchors, vocab=vocab, provenance=said
+        )
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
