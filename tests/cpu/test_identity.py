@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import helpers as h
+from draft_cases import costs
 from helpers import threads_as_before  # noqa: F401 - takes effect by being here
 from soliton import Engine, RequestError, SamplingParams
 from soliton.speculation.verify import Mode
@@ -113,6 +114,10 @@ class TestSteps:
     @pytest.mark.parametrize(("steps", "depth"), [(1, 0), (3, 2), (5, 4)])
     def test_pebble(self, steps: int, depth: int) -> None:
         same("pebble", text_prompts(3), 64, nextn(steps, run_ahead=depth))
+
+    @pytest.mark.parametrize("settings", [{}, {"draft_verify": "threshold", "draft_threshold": 0.5, "run_ahead": 3}])
+    def test_pebble_and_its_block_drafter(self, settings: dict[str, Any]) -> None:
+        assert same("pebble", text_prompts(6), 64, {"speculation": "dspark", **settings}) > 2
 
     @pytest.mark.parametrize("steps", [1, 4])
     @pytest.mark.parametrize("name", [NANO, "ling-micro"])
@@ -313,6 +318,12 @@ class TestAcross:
                 assert [i for i, _ in told.top] == row.topk(20).indices.tolist()
 
 
+SCHEDULES = (
+    {}, {"draft_verify": "fixed", "draft_verify_tokens": 3}, {"draft_verify": "threshold", "draft_threshold": 0.6},
+    {"draft_costs": costs([10.0, 11.0, 12.0, 13.0, 20.0, 21.0, 22.0, 40.0, 41.0], 5.0)},
+)  # fmt: skip
+
+
 @pytest.mark.full
 @pytest.mark.timeout(7200)
 class TestWholeGrid:
@@ -326,6 +337,13 @@ class TestWholeGrid:
         settings = nextn(steps, run_ahead=depth) if steps else {"speculation": "off", "run_ahead": depth}
         mean = same("pebble", text_prompts(self.COUNT), self.TOKENS, settings, context=2048)
         print(f"\npebble, {steps} steps, depth {depth}: accept length {mean:.2f}")
+
+    @pytest.mark.parametrize("depth", DEPTHS)
+    @pytest.mark.parametrize("schedule", SCHEDULES)
+    def test_schedules_and_depths(self, schedule: dict[str, Any], depth: int) -> None:
+        settings = {"speculation": "dspark", "run_ahead": depth, **schedule}
+        mean = same("pebble", text_prompts(self.COUNT), self.TOKENS, settings, context=2048)
+        print(f"\npebble, DSpark {schedule}, depth {depth}: accept length {mean:.2f}")
 
     @pytest.mark.parametrize("steps", [0, 3])
     def test_two_threads(self, steps: int) -> None:

@@ -147,6 +147,16 @@ class TestTemperatures:
         for name in ("l1", "accept_length", "rates"):
             torch.testing.assert_close(each[2][name], (each[0][name] + each[1][name]) / 2)
 
+    def test_confidence_may_have_its_own(self) -> None:
+        draft, law, sure = torch.randn(4, 3, 11), torch.randn(4, 3, 11), torch.randn(4, 3, requires_grad=True)
+        mask, labels = torch.ones(4, 3, dtype=torch.bool), torch.zeros(4, 3, dtype=torch.int64)
+        found = losses.sums(Objective(sure=(0.0,), decay=None), draft, law, sure, labels, mask)
+        agree = (draft.argmax(-1) == law.argmax(-1)).float()
+        bce = torch.nn.functional.binary_cross_entropy_with_logits(sure, agree, reduction="sum")
+        torch.testing.assert_close(found["confidence"], bce)
+        plain = losses.sums(Objective(decay=None), draft, law, sure, labels, mask)
+        assert torch.equal(plain["l1"], found["l1"]) and not torch.equal(plain["confidence"], found["confidence"])
+
 
 def test_the_ramp_grows_to_its_weight() -> None:
     ramp = Objective(accept_length=2.0, ramp=4)

@@ -321,6 +321,15 @@ class TestFiles:
         assert bundled_draft("pebble") == (tmp_path / "pebble" / "dspark").resolve()
         assert bundled_draft("other") is None
 
+    def test_pebble_s_own(self) -> None:
+        path = bundled_draft("pebble")
+        assert path is not None and sum(file.stat().st_size for file in path.iterdir()) <= 6_000_000
+        draft = open_draft(path)
+        check_fit(draft.spec, open_checkpoint("pebble").spec)
+        assert (draft.spec.block, draft.spec.layers, draft.spec.confidence, draft.layout) == (8, 2, True, "native")
+        assert f"{draft.parameters():,}" in (path / "README.md").read_text(encoding="utf-8")
+        assert json.loads((path / "provenance.json").read_text(encoding="utf-8"))["step"] > 0
+
 
 class TestDraftVocabulary:
     IDS = torch.arange(0, 320, 4)

@@ -25,8 +25,8 @@ TERMS = ("ce", "l1", "confidence", "accept_length")
 class Objective:
     """Weights of the terms; 0 leaves a term out. ``decay``: row k counts exp(-k / decay) in ce, l1 and confidence, None
     for all alike. ``temperatures``: of distillation; l1, accept length and confidence take the mean over them (0: the
-    target's argmax). ``ramp``: steps over which the accept length's weight grows from 0, because its later rows have no
-    gradient while the earlier ones are never accepted."""
+    target's argmax); ``sure``: what confidence takes instead. ``ramp``: steps over which the accept length's weight
+    grows from 0, because its later rows have no gradient while the earlier ones are never accepted."""
 
     ce: float = 0.1
     l1: float = 0.9
@@ -34,6 +34,7 @@ class Objective:
     accept_length: float = 0.0
     decay: float | None = 4.0
     temperatures: tuple[float, ...] = (1.0,)
+    sure: tuple[float, ...] | None = None
     ramp: int = 0
 
     def weights(self, step: int) -> dict[str, float]:
@@ -128,6 +129,9 @@ def sums(
         "tau_greedy": expected(agree.to(w.dtype)).sum(),
     }
     if confidence is not None:
+        if objective.sure is not None:
+            with torch.no_grad():
+                rate = torch.stack([distances(draft, target, t)[1] for t in objective.sure]).mean(0)
         bce = F.binary_cross_entropy_with_logits(confidence.to(rate.dtype), rate, reduction="none")
         found["confidence"] = (w * bce).sum()
         c = confidence.detach().to(rate.dtype).sigmoid()

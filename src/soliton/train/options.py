@@ -78,6 +78,9 @@ class TrainOptions:
     accept_ramp: int = setting("steps over which that weight grows from 0", default=0, unit="steps", low=0)
     decay: float = setting("row k of a block counts exp(-k / decay); 0: all alike", default=4.0, low=0)
     temperatures: str = setting("of distillation, averaged; 0 is the target's argmax", default="1")
+    conf_temperatures: str | None = setting(
+        "of the chances that the confidence head learns, averaged; as temperatures when unset", default=None
+    )
 
     steps: int = setting("optimizer steps", default=1000, unit="steps", low=1)
     batch: int = setting("sequences of a step", default=16, low=1)
@@ -127,14 +130,16 @@ class TrainOptions:
                 raise ConfigError(f"{key} = {value}: at most {most} is possible")
         if self.theta <= 0:
             raise ConfigError(f"theta = {self.theta}: a base above 0 is needed, such as 1e6")
-        for value in numbers(self.temperatures, "temperatures"):
-            if not 0 <= value <= 100:
-                raise ConfigError(f"temperatures = {self.temperatures!r}: each is from 0 to 100")
+        for key in ("temperatures", "conf_temperatures"):
+            text = getattr(self, key)
+            if text is not None and any(not 0 <= value <= 100 for value in numbers(text, key)):
+                raise ConfigError(f"{key} = {text!r}: each is from 0 to 100")
         if self.taps is not None:
             numbers(self.taps, "taps", int)
 
     def objective(self) -> Objective:
         """The weights and shapes of the loss."""
+        sure = self.conf_temperatures
         from .losses import Objective  # torch comes with it, and flags are shown without
 
         return Objective(
@@ -144,6 +149,7 @@ class TrainOptions:
             accept_length=self.accept,
             decay=self.decay or None,
             temperatures=numbers(self.temperatures, "temperatures"),
+            sure=None if sure is None else numbers(sure, "conf_temperatures"),
             ramp=self.accept_ramp,
         )
 
