@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_attention(heads: int, groups: int, width: int, length: int, rows: int) 
 
 def test_queries_keys_and_the_markov_head() -> None:
     from soliton.ops import draft_triton as kernels
+    from soliton.ops import markov_triton
 
     g = torch.Generator("cuda").manual_seed(1)
     rows, heads, groups, width = 8, 32, 8, 128
@@ -79,7 +81,7 @@ def test_queries_keys_and_the_markov_head() -> None:
     count, rank = 157_184, 256
     base, embedding, w = rand(8, count), rand(1000, rank).bfloat16(), rand(count, rank).bfloat16()
     tokens, out = torch.tensor([3, 950, 7], device="cuda"), poisoned(2, count, dtype=torch.float32)
-    kernels.markov(out, base, embedding, w.t(), tokens, 1, 4)
+    markov_triton.markov(out, base, embedding, w.t(), tokens, 1, 4)
     assert error(out[0], base[4].double() + embedding[950].double() @ w.double().t()) < 1e-5
 
 
@@ -88,6 +90,50 @@ def test_every_schedule(schedule: str) -> None:
     for depth in (0, 2, 4):
         engine = gpu("pebble", speculation="dspark", draft=random_draft(), run_ahead=depth, **SCHEDULES[schedule])
         same("pebble", engine, 96, 4)
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize(("vocab", "rank"), [(4096, 64), (157_184, 256), (300, 8)])
+def test_a_chain_of_greedy_drafts(vocab: int, rank: int, kind: str) -> None:
+    """Rows one after another against the reference of each, with the tokens that the kernels chose."""
+    from soliton.model.dspark import DraftWeights, _markov_in
+    from soliton.ops import markov_triton as kernels
+
+    torch.manual_seed(vocab + rank)
+    g, hidden = 8, 512
+    count = -(-vocab // 8) * 8
+    made: dict[str, Any] = dict.fromkeys(DraftWeights.__dataclass_fields__)
+    made["markov_in"] = torch.randn(vocab, rank, device="cuda").bfloat16()
+    rows, columns = (rank, hidden + rank) if kind == "gated" else (3 * rank, 2 * rank + hidden)
+    if kind != "vanilla":
+        made["mix"] = torch.randn(rows, columns, device="cuda") * columns**-0.5
+        made["mix_bias"] = torch.randn(rows, device="cuda")
+    weights, spec = DraftWeights(**made), SimpleNamespace(markov=kind)
+    base, x = torch.randn(g, count + 24, device="cuda"), torch.randn(g, hidden, device="cuda").bfloat16()
+    base[:, vocab:] = NAN
+    w = torch.randn(count, rank, device="cuda").bfloat16()
+    tokens = torch.tensor([5] + [-1] * g, device="cuda")
+    parts = kernels.parts_of(base.shape[1])
+    states, mixed, zero = poisoned(2, rank, dtype=torch.float32), poisoned(1, rank, dtype=torch.float32), tokens[:1] * 0
+    found, outs, last = [], [], None
+    for k in range(g):
+        out, best = poisoned(1, count + 24, dtype=torch.float32), poisoned(parts, dtype=torch.float32)
+        found.append((best, torch.full((parts,), -1, dtype=torch.int32, device="cuda")))
+        if kind == "vanilla":
+            kernels.chain(out, found[k], last, base, weights.markov_in, w.t(), tokens, k, k, vocab)
+        else:
+            given = (weights.markov_in, x, weights.mix, weights.mix_bias, tokens, k, k, last)
+            kernels.mix(mixed[0], states[(k + 1) % 2], states[k % 2], *given)
+            kernels.chain(out, found[k], None, base, mixed, w.t(), zero, 0, k, vocab)
+        outs.append(out)
+        last = found[k]
+    kernels.chosen(tokens, last, g, vocab)
+    e, state = torch.zeros(2, rank, device="cuda"), torch.zeros(1, rank, device="cuda")
+    for k in range(g):
+        _markov_in(e, state, weights, spec, x, tokens, k, k)
+        want = base[k, :vocab] + (w[:vocab].float() @ e[0])
+        assert error(outs[k][0, :vocab], want) < 1e-4
+        assert int(tokens[k + 1]) == int(outs[k][0, :vocab].argmax())
 
 
 @pytest.mark.parametrize(

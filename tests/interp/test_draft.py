@@ -49,7 +49,7 @@ def test_queries_and_keys() -> None:
 
 
 def test_markov() -> None:
-    from soliton.ops import draft_triton as kernels
+    from soliton.ops import markov_triton as kernels
 
     torch.manual_seed(4)
     count, rank = 200, 16
@@ -66,7 +66,7 @@ def test_markov() -> None:
 def test_markov_mixed(kind: str, width: int) -> None:
     """A whole block of three rows, the recurrent state handed on."""
     from soliton.model.dspark import DraftWeights, _markov_in
-    from soliton.ops import draft_triton as kernels
+    from soliton.ops import markov_triton as kernels
 
     torch.manual_seed(5)
     rank, vocab = 16, 50
@@ -85,6 +85,44 @@ def test_markov_mixed(kind: str, width: int) -> None:
         kernels.mix(got, states[(k + 1) % 2], states[k % 2], *given)
         assert float((got - want[0]).abs().max()) < 1e-5, k
         assert kind == "gated" or float((states[(k + 1) % 2] - state[0]).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "rnn"])
+@pytest.mark.parametrize(("vocab", "parts"), [(200, 4), (1000, 2), (1000, 16), (130, 8)])
+def test_a_chain_of_greedy_drafts(kind: str, vocab: int, parts: int) -> None:
+    """A row's token is chosen where the next row is made; of equal logits the lower index; padding is never chosen."""
+    from soliton.ops import markov_triton as kernels
+
+    torch.manual_seed(vocab + parts)
+    rank, width, count, drafts = 16, 40, vocab + 24, 4
+    base, w = torch.randn(drafts, count), torch.zeros(count, rank)
+    base[:, vocab:], w[:vocab] = 100.0, torch.randn(vocab, rank)
+    base[1, [20, 90]] = 60.0
+    embedding, hidden = torch.randn(vocab, rank), torch.randn(drafts, width)
+    mix, bias = torch.randn(3 * rank, 2 * rank + width) * 0.2, torch.randn(3 * rank)
+    tokens, want = torch.tensor([7, -1, -1, -1, -1]), [7]
+    states, mixed, last = torch.full((2, rank), NAN), torch.full((1, rank), NAN), None
+    plain = torch.full((2, rank), NAN)
+    w[[20, 90]] = 0
+    for k in range(drafts):
+        found = (torch.full((parts,), NAN), torch.full((parts,), -5, dtype=torch.int32))
+        out = torch.full((1, count), NAN)
+        if kind == "rnn":
+            other, now = torch.full((rank,), NAN), torch.tensor(want)
+            kernels.mix(other, plain[(k + 1) % 2], plain[k % 2], embedding, hidden, mix, bias, now, k, k)
+            e = other
+            given = (embedding, hidden, mix, bias, tokens, k, k, last)
+            kernels.mix(mixed[0], states[(k + 1) % 2], states[k % 2], *given)
+            kernels.chain(out, found, None, base, mixed, w.t(), torch.zeros(1, dtype=torch.int64), 0, k, vocab)
+        else:
+            e = embedding[want[-1]]
+            kernels.chain(out, found, last, base, embedding, w.t(), tokens, k, k, vocab)
+        logits = base[k] + w @ e
+        assert float((out[0] - logits).abs().max()) < 1e-5
+        want.append(int(logits[:vocab].argmax()))
+        last = found
+    kernels.chosen(tokens, last, drafts, vocab)
+    assert tokens.tolist() == want and want[2] == 20
 
 
 def test_rows_of_block_and_context() -> None:

@@ -21,7 +21,7 @@ from soliton.checkpoint.draft import open_draft
 from soliton.ops import device, embed, kda, linear, mla, moe, norm, rope, select, sweep
 from soliton.train.evaluate import replace_draft
 
-TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton", "draft_triton")
+TRITON = ("kda_triton", "norm_triton", "verdict_triton", "draws_triton", "draft_triton", "markov_triton")
 
 
 def enter(

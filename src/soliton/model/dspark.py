@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -193,6 +193,8 @@ class Markov:
         self._e = tape.new(2, max(spec.rank, 1), dtype=None if exact else torch.float32)
         self._state = tape.new(1, max(spec.rank, 1), dtype=torch.float32)
         self._mixed, self._states = (tape.new(n, max(spec.rank, 1), dtype=torch.float32) for n in (1, 2))
+        power = spec.rank & (spec.rank - 1) == 0 and spec.rank >= (1 if w.mix is None else 8)
+        self._fits = tape.fused and spec.markov != "none" and power
         self._zero = torch.zeros(1, dtype=torch.int64, device=tape.device)
 
     def row(self, k: int) -> Tensor:
@@ -201,15 +203,9 @@ class Markov:
         tape, w, spec = self._tape, self._w, self._spec
         at = k if spec.anchor_first else k + 1
         out = tape.new(2, self._base.shape[1], dtype=torch.float32)
-        fits = spec.rank & (spec.rank - 1) == 0 and (w.mix is None or spec.rank >= 8)
-        if tape.fused and fits and w.markov_in is not None and w.markov_out is not None:
-            kernels = importlib.import_module("soliton.ops.draft_triton")
-            embedding, tokens, place = w.markov_in, self._tokens, k
-            if w.mix is not None:
-                before, after = self._states[k % 2], self._states[(k + 1) % 2]
-                given = (w.markov_in, self._hidden, w.mix, w.mix_bias, self._tokens, k, at)
-                tape.do("markov.mix", kernels.mix, self._mixed[0], after, before, *given)
-                embedding, tokens, place = self._mixed, self._zero, 0
+        if self._fits and w.markov_in is not None and w.markov_out is not None:
+            kernels = importlib.import_module("soliton.ops.markov_triton")
+            embedding, tokens, place = self._mix(k, None)
             tape.do("markov", kernels.markov, out, self._base, embedding, w.markov_out.data, tokens, place, at)
         elif w.markov_in is not None and w.markov_out is not None:
             tape.do("markov.in", _markov_in, self._e, self._state, w, spec, self._hidden, self._tokens, at, k)
@@ -223,6 +219,39 @@ class Markov:
         wide = tape.new(2, spec.vocab, dtype=torch.float32)
         tape.do("draft.known", _spread, wide, out, w.known)
         return wide
+
+    @property
+    def chains(self) -> bool:
+        """Whether greedy drafts are chosen by the kernels that make the logits."""
+        return self._fits and self._w.known is None
+
+    def chain(self) -> None:
+        """All greedy drafts into the tokens: a row's kernel chooses the token that the row before found."""
+        tape, w, spec, tokens = self._tape, self._w, self._spec, self._tokens
+        kernels = importlib.import_module("soliton.ops.markov_triton")
+        assert w.markov_out is not None
+        last, parts = None, kernels.parts_of(self._base.shape[1])
+        for k in range(spec.drafts):
+            out = tape.new(1, self._base.shape[1], dtype=torch.float32)
+            found = tuple(tape.new(parts, dtype=dtype) for dtype in (torch.float32, torch.int32))
+            embedding, seen, place = self._mix(k, last)
+            given = (self._base, embedding, w.markov_out.data, seen, place, k if spec.anchor_first else k + 1)
+            tape.do("markov", kernels.chain, out, found, last if w.mix is None else None, *given, spec.vocab)
+            tape.note(f"draft_logits.{k}", out[0])
+            last = found
+        tape.do("draft.pick", kernels.chosen, tokens, last, spec.drafts, spec.vocab)
+
+    def _mix(self, k: int, last: Any) -> tuple[Tensor, Tensor, int]:
+        """Where the last product finds its input: (rows, which, place of which) for draft k."""
+        w, at = self._w, k if self._spec.anchor_first else k + 1
+        assert w.markov_in is not None
+        if w.mix is None:
+            return w.markov_in, self._tokens, k
+        kernels = importlib.import_module("soliton.ops.markov_triton")
+        before, after = self._states[k % 2], self._states[(k + 1) % 2]
+        given = (w.markov_in, self._hidden, w.mix, w.mix_bias, self._tokens, k, at, last)
+        self._tape.do("markov.mix", kernels.mix, self._mixed[0], after, before, *given)
+        return self._mixed, self._zero, 0
 
 
 def _markov_in(

@@ -56,7 +56,10 @@ def record_draft(
     tape.note("block_hidden", hidden)
     tape.note("block_base", base)
     markov = model.Markov(tape, d.weights, spec, hidden, base, relay.tokens)
-    for k in range(spec.drafts):
+    chained = markov.chains and not (mode.sampled or mode.processors)
+    if chained:
+        markov.chain()
+    for k in range(0 if chained else spec.drafts):
         logits = markov.row(k)
         tape.note(f"draft_logits.{k}", logits[0])
         record_pick(tape, relay, mode, logits, spec.vocab, k, one, laws)
