@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -64,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if sys.stdout is None or sys.stderr is None:  # closed by the caller: there is nobody to tell
         return UNWRITABLE
+    warnings.showwarning = _warn
     try:
         return _run(words)
     except SolitonError as error:
@@ -82,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"soliton: the output cannot be written ({error.strerror or error}); make room for it", file=sys.stderr)
         _leave_stdout()
         return UNWRITABLE
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"soliton: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _leave_stdout() -> None:

@@ -44,7 +44,7 @@ def make_drafter(config: EngineConfig, draft: DraftCheckpoint, device: torch.dev
 
 
 def _scheduler(config: EngineConfig, draft: DraftCheckpoint, device: torch.device) -> Scheduler | None:
-    """How many drafts a step verifies; None verifies all. Temperatures are checked in any case."""
+    """How many drafts a step verifies; None verifies all. Temperatures that are given are checked in any case."""
     calibration = _calibration(config, draft)
     if calibration is not None:
         calibration.block(draft.spec.drafts)
@@ -66,6 +66,8 @@ def _scheduler(config: EngineConfig, draft: DraftCheckpoint, device: torch.devic
 def _calibration(config: EngineConfig, draft: DraftCheckpoint) -> Calibration | None:
     if config.draft_calibration is not None:
         return Calibration.load(config.draft_calibration)
+    if config.draft_verify not in ("threshold", "cost"):
+        return None  # it matters to nobody
     beside = draft.path / CALIBRATION if draft.path is not None else None
     return Calibration.load(beside) if beside is not None and beside.is_file() else None
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +90,7 @@ def test_calibration(capsys: pytest.CaptureFixture[str], prompts: str, tmp_path:
     ("words", "says"),
     [
         (("accept", "pebble"), "measure accept answers prompts: give --prompts FILE"),
-        (("accept", "pebble", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: lines of JSON"),
+        (("accept", "pebble", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: cannot be read (No such file"),
         (("step", "pebble", "--prompts", "x"), "--prompts belongs to measure accept and measure compare and"),
         (("ttft", "pebble", "--out", "x"), "--out belongs to measure costs and measure calibration"),
         (("costs", "pebble", "--rows", "3"), "--rows belongs to measure step"),
@@ -150,3 +153,65 @@ class TestWaysBesideEachOther:
         words = ["measure", "compare", str(h.micro()), "--prompts", prompts, "--device", "cpu", "--ways", *ways]
         assert main(words) == 2
         assert "--ways" in capsys.readouterr().err
+
+
+class TestWhatIsRefused:
+    def test_old_temperatures_do_not_stand_in_the_way(self, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+        for text in ("{", '{"temperatures": [1.0, 2.0]}'):
+            draft = d.copied("dspark-ling-micro")
+            (draft / "calibration.json").write_text(text)
+            words = ("--draft", str(draft), "--prompts", prompts, "--max-tokens", "60", "--ignore-eos")
+            out = draft / "calibration.json"
+            assert len(said(capsys, "calibration", str(h.micro()), *words, "--out", str(out))["temperatures"]) == 5
+            assert len(Calibration.load(out).temperatures) == 5
+
+    def test_too_few_blocks(self, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["measure", "calibration", str(h.micro()), "--draft", str(DRAFT), "--prompts", prompts]
+        assert main([*words, "--max-tokens", "2", "--device", "cpu"]) == 2
+        assert "whole blocks in one half of the answers" in capsys.readouterr().err
+
+    def test_prompts_that_the_engine_does_not_take(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "prompts.jsonl.gz"
+        rows = [{"prompt": []}, *({"prompt": ids} for ids in PROMPTS[:3]), {"prompt": [1] * 5000}]
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+        given = ("--prompts", str(path), "--max-tokens", "24", "--ignore-eos", "--keep-repeating")
+        found = said(capsys, "accept", str(h.micro()), "--draft", str(DRAFT), *given)
+        assert (found["prompts"], found["refused"], found["draft"]) == (3, 2, "dspark-ling-micro")
+        found = said(capsys, "compare", str(h.micro()), *given, "--ways", "off", "nextn:1")
+        assert (found["prompts"], found["refused"], found["draft"]) == (3, 2, None)
+
+    @pytest.mark.parametrize("text", ["no json\n", "[1]\n", '{"text": "x"}\n', "", "\x1f\udcff\n"])
+    def test_files_that_hold_no_prompts(self, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "prompts.jsonl"
+        path.write_bytes(text.encode("utf-8", "surrogateescape"))
+        assert main(["measure", "accept", str(h.micro()), "--device", "cpu", "--prompts", str(path)]) == 2
+        assert len(capsys.readouterr().err) < 400
+
+    def test_flags_that_no_way_reads(self, prompts: str, capsys: pytest.CaptureFixture[str]) -> None:
+        words = [
+            "measure",
+            "compare",
+            str(h.micro()),
+            "--prompts",
+            prompts,
+            "--device",
+            "cpu",
+            "--ways",
+            "off",
+            "nextn:2",
+        ]
+        for more in (["--speculative-num-steps", "3"], ["--draft", str(DRAFT), "--draft-costs", d.costs([1.0] * 6)]):
+            assert main([*words, *more]) == 2
+            assert "leave it out" in capsys.readouterr().err
+        assert main([*words, "nextn:02"]) == 2
+
+
+def test_doubts_are_one_line_for_a_reader_of_the_command(tmp_path: Path) -> None:
+    costs = Costs(
+        draft_us=1, verify_us=tuple(range(1, 7)), model="other", draft="", device="", commit=None, versions={}
+    )
+    costs.save(tmp_path / "costs.json")
+    words = ["generate", str(h.micro()), "--device", "cpu", "--draft", str(DRAFT), "--max-tokens", "2", "1 2 3"]
+    command = [sys.executable, "-m", "soliton", *words, "--draft-costs", str(tmp_path / "costs.json")]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    assert told.count("of model 'other'") == 1 and "UserWarning" not in told

@@ -264,12 +264,26 @@ class TestExport:
         assert stored.keys() == weights.keys()
         assert all(torch.equal(stored[name], weights[name]) for name in weights)
 
+    def test_what_a_published_draft_says_of_itself(self, tmp_path: Path) -> None:
+        """Names instead of paths, the earlier calls, and no temperatures of other weights."""
+        for steps, began in ((2, "first"), (4, "then")):
+            arguments = {"out": str(tmp_path), "data": "/some/where/data.jsonl", "lr": 1.0, "features": None}
+            given = {"arguments": arguments, "started": began, "commit": began, "versions": {}}
+            trained = toy(tmp_path, steps=4, stop=lambda n=[steps]: n.append(n.pop() - 1) or n[0] < 0, provenance=given)
+            draft = trained.run().draft
+            said = json.loads((draft / "provenance.json").read_text())
+            assert not (draft / "calibration.json").exists()
+            (draft / "calibration.json").write_text("{}")
+        assert said["arguments"] == {"out": tmp_path.name, "data": "data.jsonl", "lr": 1.0, "features": None}
+        assert said["started"] == "then" and [one["to_step"] for one in said["earlier"]] == [2]
+        assert said["earlier"][0]["commit"] == "first" and str(tmp_path) not in json.dumps(said)
+
     @pytest.mark.parametrize("markov", ["none", "vanilla", "gated", "rnn"])
     def test_the_engine_opens_it(self, tmp_path: Path, markov: str) -> None:
         found = toy(tmp_path, steps=1, markov=markov, kv_heads=1)
         opened = open_draft(found.run().draft)
         said = json.loads((tmp_path / "draft" / "provenance.json").read_text())
-        assert said["step"] == 1 and said["data"] == "toy"
+        assert said["step"] == 1 and said["data"] == "toy" and "earlier" not in said
         check_fit(opened.spec, target())
         for key, value in vars(found.model.spec).items():
             assert key == "name" or getattr(opened.spec, key) == value, key

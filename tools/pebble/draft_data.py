@@ -2,8 +2,9 @@
 
     python tools/pebble/draft_data.py --prompts PROMPTS.jsonl[.gz] --out DATA.jsonl [--temperatures 0 0.6 1]
 
-The same file that `soliton train data` makes by answering one prompt after another, only sooner. Prompts take the
-temperatures in turn; answers that repeat themselves (some 8-gram three times) are cut where the second copy ends.
+A file such as `soliton train data` makes by answering one prompt after another, only sooner. Prompts take the
+temperatures in turn; answers that repeat themselves (some 8-gram three times) are cut where the third copy begins.
+With --supervise all the prompts are learnt from as well.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def prompts_of(path: Path, limit: int | None) -> list[tuple[list[int], str]]:
 
 
 def cut(ids: list[int], n: int = 8, times: int = 3) -> list[int]:
-    """Up to the third copy of an n-gram: what follows would be copies of copies."""
+    """Up to where the third copy of an n-gram begins: what follows would be copies of copies."""
     seen: dict[tuple[int, ...], int] = {}
     for at in range(len(ids) - n + 1):
         gram = tuple(ids[at : at + n])
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 1.0])
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--supervise", choices=("answers", "all"), default="answers")
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--longest", type=int, default=384, help="longer prompts are left out")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after so long, with what there is")
@@ -82,7 +84,8 @@ def main() -> None:
             kept = cut(row)
             if len(kept) >= LEAST:
                 source: dict[str, Any] = {"kind": kind, "temperature": temperature}
-                samples.append(Sample((*ids, *kept), ((len(ids), len(ids) + len(kept)),), source))
+                start = len(ids) if args.supervise == "answers" else 1
+                samples.append(Sample((*ids, *kept), ((start, len(ids) + len(kept)),), source))
                 tokens += len(kept)
         spent = time.monotonic() - began
         print(f"{number} of {len(batches)} batches, {tokens:,} tokens, {tokens / spent:,.0f} a second", flush=True)

@@ -50,7 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens in the cache or the prompt; 8192, or as many as the model takes, when unset",
     )
-    parser.add_argument("--repeats", type=int, metavar="N", help="timed steps, default 30, or prompts, default 7")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="timed steps, default 30 (costs: 15), or prompts, default 7"
+    )
     parser.add_argument(
         "--no-pdl", action="store_true", help="start each kernel when the one in front has ended, on a GPU"
     )
@@ -59,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ways", nargs="+", metavar="WAY", default=None,
-        help="off, nextn:DRAFTS, dspark, dspark:fixed=N, dspark:threshold=X, dspark:cost; the first is the ratios' 1",
+        help="off, nextn:N, dspark, dspark:fixed=N, dspark:threshold=X, dspark:cost; ratios are to the first",
     )  # fmt: skip
     parser.add_argument("--prompts", metavar="FILE", help='JSON lines with "prompt" or "messages"')
     parser.add_argument("--limit", type=int, metavar="N", help="prompts of the file, spread over it; all when unset")
@@ -152,16 +154,21 @@ def _accept(args: argparse.Namespace, config: EngineConfig, params: SamplingPara
     with common.load(config) as engine, common.bar("answering") as progress:
         resolved = params.resolve({}, vocab=engine.checkpoint.spec.vocab)
         found = count(engine, prompts, params, exclude=resolved.greedy and not args.keep_repeating, progress=progress)
-        settled = engine.config
+        settled, drafter = engine.config, engine._ready().parts.drafter
         report = {
-            "model": engine.checkpoint.name, "draft": settled.draft, "speculation": settled.speculation,
+            "model": engine.checkpoint.name, "draft": drafter.spec.name if drafter is not None else None,
+            "speculation": settled.speculation,
             "drafts": settled.speculative_num_steps or 0, "draft_verify": settled.draft_verify,
             "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "file": args.prompts,
             **found.report(settled.speculative_num_steps or 0), "commit": commit(),
         }  # fmt: skip
     rows = [
         ("model", f"{report['model']}, {report['speculation']}, {report['drafts']} drafts, {report['sampling']}"),
-        ("prompts", f"{report['prompts']} counted, {report['excluded']} left out because they repeat themselves"),
+        (
+            "prompts",
+            f"{report['prompts']} counted, {report['excluded']} left out because they repeat themselves, "
+            f"{report['refused']} refused",
+        ),
         ("accept length", "-" if report["accept_length"] is None else f"{report['accept_length']:.3f}"),
         ("accepted by position", " ".join(f"{share:.2f}" for share in report["accepted_at_position"])),
     ]
@@ -199,16 +206,19 @@ def _calibration(args: argparse.Namespace, config: EngineConfig, params: Samplin
     prompts, params = _answering(args, params)
     if len(prompts) < 2:
         raise ConfigError(f"{len(prompts)} prompt: half of them are kept for testing the temperatures; give more")
-    with common.load(dataclasses.replace(config, run_ahead=0)) as engine, common.bar("answering") as progress:
+    # what is fitted are the head's own logits: temperatures of before have no say
+    config = dataclasses.replace(config, run_ahead=0, draft_verify="all", draft_calibration=None, draft_costs=None)
+    with common.load(config) as engine, common.bar("answering") as progress:
         found, tested = calibrate(engine, prompts, params, dataset=Path(args.prompts).name, progress=progress)
     if args.out:
         found.save(args.out)
-    rows = [("rounds", str(found.num_samples))]
+    rows = [
+        ("rounds", f"{found.num_samples}; errors are of {tested.num_samples}, with temperatures fitted on the others")
+    ]
     for slot, heat in enumerate(found.temperatures, 1):
-        before, after = tested.ece_before[slot - 1], tested.ece_after[slot - 1]
-        rows.append(
-            (f"slot {slot}", f"temperature {heat:.3g}; error on other prompts {after:.4f}, before {before:.4f}")
-        )
+        half, before, after = (getattr(tested, k)[slot - 1] for k in ("temperatures", "ece_before", "ece_after"))
+        text = f"temperature {heat:.3g}; fitted on half {half:.3g}: error on the other {after:.4f}, before {before:.4f}"
+        rows.append((f"slot {slot}", text))
     report = {**dataclasses.asdict(found), "held_out": dataclasses.asdict(tested)}
     return "calibration", rows, report
 

@@ -123,9 +123,8 @@ def _data(args: argparse.Namespace) -> int:
         if args.texts and share is not None:
             raise ConfigError("--part shares prompts out; with --texts leave it out")
         from ..train import data
-        from ..train.evaluate import prompts_of
 
-        prompts = prompts_of(args.prompts)[: args.limit] if args.prompts else []
+        prompts = data.read_prompts(args.prompts)[: args.limit] if args.prompts else []
         # the file must not depend on which prompts one process has answered before
         config = dataclasses.replace(config, prefix_reuse="off")
         with locked(out.with_name(f".{out.name}.lock")), common.load(config) as engine:
@@ -254,11 +253,11 @@ def _dspark_flags(parser: argparse.ArgumentParser) -> None:
 
 def _dspark(args: argparse.Namespace) -> int:
     options = _options(args)
-    from ..train.evaluate import engine_config, prompts_of
+    from ..train.evaluate import engine_config, read_prompts
     from ..train.log import bar
     from ..train.run import train
 
-    prompts = prompts_of(args.eval_prompts, args.eval_limit) if args.eval_prompts else None
+    prompts = read_prompts(args.eval_prompts, args.eval_limit) if args.eval_prompts else None
     with ExitStack() as held:
         held.enter_context(locked(Path(options.out) / ".lock"))
         evaluator = _evaluator(args, options, prompts) if prompts else None
@@ -367,13 +366,13 @@ def _ablate(args: argparse.Namespace) -> int:
     if args.eval_prompts is None:
         raise ConfigError("--eval-prompts is not set: accept lengths are compared on prompts; give a file of them")
     base = _options(args)
-    from ..train.evaluate import grid_from, means, prompts_of, series, shares
+    from ..train.evaluate import grid_from, means, read_prompts, series, shares
     from ..train.log import bar
     from ..train.options import numbers
 
     seeds = numbers(args.seeds, "--seeds", int)
     grid = grid_from(args.grid, lambda more: _options(args, **more), seeds)
-    prompts = prompts_of(args.eval_prompts, args.eval_limit)
+    prompts = read_prompts(args.eval_prompts, args.eval_limit)
     with locked(Path(base.out) / ".lock"), ExitStack() as shown:
 
         def evaluator(options: TrainOptions) -> Evaluator:

@@ -7,7 +7,6 @@ that repeats itself (some 8-gram three times) says little about drafts and can b
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from ..engine import Engine
-from ..errors import ConfigError
+from ..errors import ConfigError, RequestError
 from ..sampling.params import SamplingParams
 from ..speculation.schedule import Calibration
 from ..speculation.verify import ROLLING
@@ -27,12 +26,14 @@ from .calibrate import calibration_error, fit
 @dataclass(kw_only=True)
 class Counts:
     """tokens, steps: of steps with drafts; reached[k]: steps in which k drafts or more were accepted; excluded: prompts
-    left out. logits, accepted: of steps whose whole block was verified and kept."""
+    left out; refused: those that the engine does not take. logits, accepted: of steps whose whole block was verified
+    and kept."""
 
     tokens: int = 0
     steps: int = 0
     prompts: int = 0
     excluded: int = 0
+    refused: int = 0
     reached: Counter[int] = field(default_factory=Counter)
     logits: list[list[float]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -47,20 +48,20 @@ class Counts:
             "steps": self.steps,
             "prompts": self.prompts,
             "excluded": self.excluded,
+            "refused": self.refused,
         }
 
 
 def read_prompts(path: str | Path, limit: int | None = None) -> list[Any]:
-    """Texts ("prompt") or messages ("messages") of a JSONL file, ``limit`` of them spread over it."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
-        found = [row.get("messages") or row["prompt"] for row in rows]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ConfigError(f'{path}: lines of JSON with "prompt" or "messages" are needed ({error!r})') from None
+    """Texts ("prompt") or messages ("messages") of a JSONL file, which may be compressed; ``limit`` of them spread over
+    it."""
+    from ..train.data import read_prompts as read
+
+    found = read(path)
     if not found:
         raise ConfigError(f"{path}: no prompt in it")
-    return found if limit is None or limit >= len(found) else found[:: len(found) // limit][:limit]
+    count = min(limit or len(found), len(found))
+    return [found[i * len(found) // count] for i in range(count)]
 
 
 def repeats(ids: Sequence[int], n: int = 8, times: int = 3) -> bool:
@@ -92,7 +93,12 @@ def count(
         progress(place, len(prompts))
         ids: list[int] = []
         sure: list[list[float] | None] = []
-        for piece in engine.stream(prompt, dataclasses.replace(params, seed=place)):
+        try:
+            stream = engine.stream(prompt, dataclasses.replace(params, seed=place))
+        except RequestError:
+            found.refused += 1
+            continue
+        for piece in stream:
             ids += piece.token_ids
             if confidences:
                 cut = int(relay.length) % ROLLING == 0  # there a block ends whatever its drafts were worth
@@ -123,13 +129,18 @@ def calibrate(
     """(temperatures of the engine's confidence head, the same fitted on every second prompt and measured on the others:
     its ece_before and ece_after are those of prompts that it has not seen)."""
     drafter = engine._ready().parts.drafter
-    if drafter is None or not drafter.spec.confidence:
+    if drafter is None:
         raise ConfigError("a confidence head is calibrated, and this engine has none; load it with a DSpark draft")
+    if not drafter.spec.confidence:
+        raise ConfigError(f"the draft {drafter.spec.name} has no confidence head: there is nothing to calibrate")
     halves = [
         count(engine, prompts[part::2], params, confidences=True, progress=lambda done, total, p=part: progress(  # type: ignore[misc]
             done + p * total, 2 * total))
         for part in (0, 1)
     ]  # fmt: skip
+    if not all(half.accepted for half in halves):
+        few = min(len(half.accepted) for half in halves)
+        raise ConfigError(f"{few} whole blocks in one half of the answers: give more prompts, or a higher max_tokens")
     logits, accepted = ([row for half in halves for row in getattr(half, name)] for name in ("logits", "accepted"))
     record = {
         "dataset": dataset, "temperature": 0.0 if params.temperature is None else params.temperature,

@@ -7,6 +7,7 @@ serving leaves them: a model that fits a cache stays there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -19,7 +20,7 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, RequestError
 from ..sampling.params import SamplingParams
-from .about import commit, device_name, sampling_words
+from .about import commit, device_name, driver, sampling_words
 from .accept import repeats
 from .doctor import versions
 
@@ -39,7 +40,7 @@ class Way:
 
 
 def parse_way(word: str) -> dict[str, Any]:
-    """Settings of "off", "nextn:4" (drafts), "dspark", "dspark:all", "dspark:fixed=3", "dspark:threshold=0.4",
+    """Settings of "off", "nextn:4" (drafts), "dspark" (all drafts verified), "dspark:fixed=3", "dspark:threshold=0.4",
     "dspark:cost". ConfigError for another word."""
     kind, _, rest = word.partition(":")
     mode, _, value = rest.partition("=")
@@ -48,8 +49,8 @@ def parse_way(word: str) -> dict[str, Any]:
             return {"speculation": "off"}
         if kind == "nextn" and not value:
             return {"speculation": "nextn", "speculative_num_steps": int(mode)}
-        if kind == "dspark" and mode in ("", "all", "cost") and not value:
-            return {"speculation": "dspark", **({"draft_verify": mode} if mode else {})}
+        if word in ("dspark", "dspark:cost"):
+            return {"speculation": "dspark", "draft_verify": mode or "all"}
         if kind == "dspark" and mode == "fixed":
             return {"speculation": "dspark", "draft_verify": mode, "draft_verify_tokens": int(value)}
         if kind == "dspark" and mode == "threshold":
@@ -57,7 +58,7 @@ def parse_way(word: str) -> dict[str, Any]:
     except ValueError:
         pass
     raise ConfigError(
-        f"--ways {word!r}: known are off, nextn:DRAFTS, dspark, dspark:fixed=ROWS, dspark:threshold=X and dspark:cost"
+        f"--ways {word!r}: known are off, nextn:DRAFTS, dspark, dspark:fixed=DRAFTS, dspark:threshold=X and dspark:cost"
     )
 
 
@@ -90,15 +91,24 @@ def compare(
     """A row a way: median and quartiles of TPOT in µs, the median and quartiles of its ratio to the first way's on the
     same prompt, accept length pooled. Greedy answers must be the same tokens everywhere: ``different`` counts the
     prompts on which they are not. exclude: leave out greedy answers that repeat themselves."""
-    if len(set(words)) < len(words) or len(words) < 2:
+    known = [parse_way(word) for word in words]
+    if len(words) < 2 or any(way in known[:place] for place, way in enumerate(known)):
         raise ConfigError(f"--ways {' '.join(words)}: give at least two, each once")
+    for key in ("speculative_num_steps", "draft_verify_tokens", "draft_threshold"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{key} = {getattr(config, key)}: the ways say it, such as --ways off nextn:3; leave it out"
+            )
+    if config.draft_costs is not None and not any(way.get("draft_verify") == "cost" for way in known):
+        raise ConfigError(f"draft_costs = {config.draft_costs!r}: no way reads it; leave it out, or add dspark:cost")
     configs = [config_of(config, word) for word in words]
     with ExitStack() as stack:
         ways = [Way(name=w, engine=stack.enter_context(load(c))) for w, c in zip(words, configs, strict=True)]
         first = ways[0].engine
         greedy = params.resolve({}, vocab=first.checkpoint.spec.vocab).greedy
         for way in ways:
-            _answer(way, prompts[0], params)
+            with contextlib.suppress(RequestError):
+                _answer(way, prompts[0], params)
         excluded, different, refused, short = 0, 0, 0, 0
         for place, prompt in enumerate(prompts):
             progress(place, len(prompts))
@@ -123,12 +133,15 @@ def compare(
                     way.tokens, way.steps = way.tokens + sum(lengths[1:]), way.steps + len(lengths[1:])
         progress(len(prompts), len(prompts))
         resolved = params.resolve({}, vocab=first.checkpoint.spec.vocab)
+        loaded = [way.engine._ready() for way in ways]
+        drafts = [one.parts.drafter.spec.name for one in loaded if one.parts.drafter is not None]
         return {
-            "model": first.checkpoint.name, "draft": config.draft, "sampling": sampling_words(resolved),
-            "max_tokens": params.max_tokens, "dtype": first._ready().config.dtype,
+            "model": first.checkpoint.name, "draft": drafts[0] if drafts else None,
+            "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "dtype": first._ready().config.dtype,
             "device": device_name(first._ready().parts.device), "prompts": len(ways[0].times), "excluded": excluded,
             "short": short, "refused": refused, "different": different if greedy else None,
             "ways": [_row(way, ways[0]) for way in ways], "commit": commit(), "versions": versions(),
+            "driver": driver(),
         }  # fmt: skip
 
 
@@ -169,7 +182,11 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Rows of two words for a terminal."""
     rows = [
         ("model", f"{report['model']}, {report['sampling']}, on {report['device']}"),
-        ("prompts", f"{report['prompts']} timed; {report['excluded']} repeat themselves, {report['short']} were short"),
+        (
+            "prompts",
+            f"{report['prompts']} timed; {report['excluded']} repeat themselves, {report['short']} were short, "
+            f"{report['refused']} refused",
+        ),
     ]
     if report["different"]:
         rows.append(("different", f"{report['different']} prompts were answered with other tokens by some way"))

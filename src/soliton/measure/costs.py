@@ -36,7 +36,8 @@ def measure_costs(
     settled = settle(config, checkpoint)[0]
     if settled.speculation != "dspark":
         raise ConfigError(
-            f"costs by rows are of a DSpark draft, and speculation is {settled.speculation!r}: give draft"
+            f"costs by rows are of a DSpark draft, and speculation is {settled.speculation!r}: give draft, or "
+            "speculation = 'dspark' where one is bundled"
         )
     assert settled.max_context is not None and settled.speculative_num_steps is not None
     context = context_within(context, settled.max_context, checkpoint.spec.max_position)

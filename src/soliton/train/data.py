@@ -74,7 +74,7 @@ def read_prompts(path: str | Path) -> list[Any]:
     found = []
     for place, record in _records(Path(path)):
         prompt = record.get("prompt", record.get("messages"))
-        if not isinstance(prompt, str | list) or not prompt:
+        if not isinstance(prompt, str | list):
             raise ConfigError(f'{path}: line {place} has neither a "prompt" nor "messages"; give one of them')
         found.append(prompt)
     return found

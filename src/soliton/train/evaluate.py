@@ -26,12 +26,12 @@ from ..drafting import make_drafter
 from ..engine import Engine, Prompt
 from ..errors import ConfigError, RequestError
 from ..measure.accept import count
+from ..measure.accept import read_prompts as read_prompts
 from ..measure.step import WARM_UPS, Repeated
 from ..model.draft_spec import DraftSpec, shapes
 from ..runtime import Runtime
 from ..sampling.params import SamplingParams
 from .checkpoints import write_text
-from .data import read_prompts
 from .export import export
 from .options import TrainOptions
 from .run import BUDGET, ablate, draft_spec
@@ -40,15 +40,6 @@ from .trainer import Report
 TOKENS = 128  # of an answer
 LATENCY_CONTEXT = 8192  # tokens in the cache, where the engine takes as many
 FREE = ("name", "max_position")  # fields of a draft that change no tensor
-
-
-def prompts_of(path: str | Path, limit: int | None = None) -> list[Any]:
-    """The prompts of a JSONL file, which may be compressed; at most ``limit``, spread over it."""
-    found = read_prompts(path)
-    if not found:
-        raise ConfigError(f"{path}: holds no prompt; give at least one")
-    count = min(limit or len(found), len(found))
-    return [found[i * len(found) // count] for i in range(count)]
 
 
 # -- one draft after another in one engine ---------------------------------------------------------------------------
@@ -237,6 +228,10 @@ def grid_from(
         grid.append({key: getattr(options, key) for key in overrides})
     for seed in seeds:
         bound({"seed": seed})
+    for many, name in ((grid, "--grid"), (list(seeds), "--seeds")):
+        twice = [one for place, one in enumerate(many) if one in many[:place]]  # type: ignore[operator]
+        if twice:
+            raise ConfigError(f"{name} has {twice[0]} twice; each run is made once")
     return grid
 
 

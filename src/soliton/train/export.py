@@ -75,9 +75,9 @@ def export(
     vocab: tuple[Tensor, Tensor] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write the draft into ``folder``, each file whole or not at all. ``state``: tensors by the names of
-    ``draft_spec.shapes``; ``vocab``: embedding and head [V, H] to store, too; ``provenance``: how it came to be, for
-    provenance.json. Returns the folder."""
+    """Write the draft into ``folder``, each file whole or not at all; temperatures of an earlier one are taken away.
+    ``state``: tensors by the names of ``draft_spec.shapes``; ``vocab``: embedding and head [V, H] to store, too;
+    ``provenance``: how it came to be, for provenance.json. Returns the folder."""
     folder = Path(folder)
     wanted = shapes(spec)
     found = {name: tuple(tensor.shape) for name, tensor in state.items()}
@@ -92,6 +92,7 @@ def export(
     stored = {name: t.detach().to("cpu", torch.bfloat16).clone().contiguous() for name, t in tensors.items()}
     with writing(folder, "the draft"):
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "calibration.json").unlink(missing_ok=True)  # of other weights
         write_tensors(folder / "model.safetensors", stored)
         if provenance is not None:
             write_text(folder / "provenance.json", json.dumps(provenance, indent=1) + "\n")

@@ -117,6 +117,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.conf_temperatures is not None and not self.confidence:
+            raise ConfigError(f"conf_temperatures = {self.conf_temperatures!r}: there is no confidence head to train")
         if self.conf and not self.confidence:
             object.__setattr__(self, "conf", 0.0)
         if not self.ce + self.l1 + self.conf + self.accept:

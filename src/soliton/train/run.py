@@ -18,12 +18,12 @@ from ..checkpoint.draft import open_draft
 from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, nearest
-from ..measure.about import commit
+from ..measure.about import commit, device_name
 from ..model.draft_spec import DraftSpec, shapes
 from ..model.spec import ModelSpec
 from ..runtime import Runtime
 from .checkpoints import write_text
-from .data import Dataset, load
+from .data import Dataset, candidates, load
 from .features import Features
 from .model import Drafter
 from .options import TrainOptions, numbers
@@ -134,7 +134,8 @@ def train(
     model = drafter(options, runtime)
     source = Features(runtime, model.spec.taps, options.features, options.features_memory)
     if options.features is not None:
-        needed = source.check_space([s.ids[: options.max_length] for s in data.samples])
+        used = [s for s in data.samples if candidates(s.mask(options.max_length)).shape[0]]
+        needed = source.check_space([s.ids[: options.max_length] for s in used])
         tell(f"{options.features} will take {needed:,} bytes more for the target's hidden states")
     trainer = Trainer(
         options, model, runtime.checkpoint.spec, data, source, provenance=provenance(options, runtime),
@@ -166,13 +167,14 @@ def _context(options: TrainOptions, samples: Sequence[Any]) -> int:
 
 def provenance(options: TrainOptions, runtime: Runtime) -> dict[str, Any]:
     """What a checkpoint says of how it came to be."""
-    versions = {name: metadata.version(name) for name in ("torch", "safetensors", "numpy")}
+    names = ("torch", "triton", "safetensors", "numpy") if runtime.on_gpu else ("torch", "safetensors", "numpy")
+    versions = {name: metadata.version(name) for name in names}
     return {
         "arguments": dataclasses.asdict(options),
         "commit": commit() or "unknown",
         "versions": {"python": platform.python_version(), **versions},
-        "target_path": str(runtime.checkpoint.path or runtime.checkpoint.name),
-        "device": str(runtime.parts.device),
+        "target": runtime.checkpoint.name,
+        "device": device_name(runtime.parts.device),
         "threads": torch.get_num_threads(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

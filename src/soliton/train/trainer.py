@@ -32,6 +32,7 @@ from .options import TrainOptions
 
 Source = Callable[[Sequence[int]], tuple[Tensor, Tensor]]  # ids -> taps [n, m * H], last hidden [n, H]
 Evaluate = Callable[[Path, int], Mapping[str, Any]]  # the exported draft's directory, step -> what to log
+PLACES = ("out", "data", "features", "start", "target")  # paths: a published draft says their names
 Batch = Sequence[tuple[Micro, Sequence[Part]]]
 Report = Callable[[int, int, Mapping[str, Any]], None]  # steps done, in all, the line just logged
 
@@ -137,6 +138,10 @@ class Trainer:
         vocab = (model.embed, model.head) if o.store_vocab else None
         state = self._ema or self._params
         said = {key: value for key, value in self._provenance.items() if key != "binding"}
+        said["arguments"] = {
+            key: Path(value).name if key in PLACES and value is not None else value
+            for key, value in said.get("arguments", {}).items()
+        }
         said |= {"data": self._binding["data"], "step": self.step}
         return export(
             self._root / "draft", model.spec, state, self._target, anchors=o.anchors, vocab=vocab, provenance=said
@@ -301,6 +306,9 @@ class Trainer:
         optim.restore(self._optimizers, self._params, kept.tensors, kept.step)
         torch.set_rng_state(kept.tensors["rng"])
         self.step = kept.step
+        calls = ("started", "commit", "versions", "device")
+        earlier = {"to_step": kept.step, **{key: kept.provenance[key] for key in calls if key in kept.provenance}}
+        self._provenance["earlier"] = [*kept.provenance.get("earlier", []), earlier]
 
 
 def _check_binding(own: dict[str, Any], kept: dict[str, Any], root: Path) -> None:
