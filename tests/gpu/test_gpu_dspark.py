@@ -120,11 +120,11 @@ def test_a_chain_of_greedy_drafts(vocab: int, rank: int, kind: str) -> None:
         out, best = poisoned(1, count + 24, dtype=torch.float32), poisoned(parts, dtype=torch.float32)
         found.append((best, torch.full((parts,), -1, dtype=torch.int32, device="cuda")))
         if kind == "vanilla":
-            kernels.chain(out, found[k], last, base, weights.markov_in, w.t(), tokens, k, k, vocab)
+            kernels.chain(out, base, weights.markov_in, w.t(), tokens, k, k, vocab, found[k], last)
         else:
             given = (weights.markov_in, x, weights.mix, weights.mix_bias, tokens, k, k, last)
             kernels.mix(mixed[0], states[(k + 1) % 2], states[k % 2], *given)
-            kernels.chain(out, found[k], None, base, mixed, w.t(), zero, 0, k, vocab)
+            kernels.chain(out, base, mixed, w.t(), zero, 0, k, vocab, found[k], None)
         outs.append(out)
         last = found[k]
     kernels.chosen(tokens, last, g, vocab)

@@ -113,10 +113,10 @@ def test_a_chain_of_greedy_drafts(kind: str, vocab: int, parts: int) -> None:
             e = other
             given = (embedding, hidden, mix, bias, tokens, k, k, last)
             kernels.mix(mixed[0], states[(k + 1) % 2], states[k % 2], *given)
-            kernels.chain(out, found, None, base, mixed, w.t(), torch.zeros(1, dtype=torch.int64), 0, k, vocab)
+            kernels.chain(out, base, mixed, w.t(), torch.zeros(1, dtype=torch.int64), 0, k, vocab, found, None)
         else:
             e = embedding[want[-1]]
-            kernels.chain(out, found, last, base, embedding, w.t(), tokens, k, k, vocab)
+            kernels.chain(out, base, embedding, w.t(), tokens, k, k, vocab, found, last)
         logits = base[k] + w @ e
         assert float((out[0] - logits).abs().max()) < 1e-5
         want.append(int(logits[:vocab].argmax()))

@@ -176,12 +176,10 @@ def _accept(args: argparse.Namespace, config: EngineConfig, params: SamplingPara
 
 
 def _compare(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
-    from ..measure.compare import as_table, compare, parse_way
+    from ..measure.compare import as_table, compare
 
     prompts, params = _answering(args, params)
     words = args.ways or ["off", "nextn:3"]
-    for word in words:
-        parse_way(word)
     with common.bar("answering") as progress:
         exclude = not args.keep_repeating
         report = compare(config, words, prompts, params, load=common.load, exclude=exclude, progress=progress)

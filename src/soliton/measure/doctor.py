@@ -21,6 +21,7 @@ from ..config import EngineConfig, settings
 from ..drafting import doubts, find_draft
 from ..errors import MemoryPlanError
 from ..model.weights import Builder, MoeWeights
+from ..ops.device import name as device_name
 from ..ops.linear import product
 from ..ops.weight import Weight
 from ..runtime import DTYPES, choose_ops, plan_memory, settle
@@ -57,7 +58,7 @@ def machine() -> dict[str, Any]:
             found = torch.cuda.get_device_properties(index)
             gpus.append({"name": found.name, "memory": found.total_memory, "capability": [found.major, found.minor]})
     return {
-        "cpu": _fields("/proc/cpuinfo").get("model name") or platform.processor() or platform.machine(),
+        "cpu": device_name(torch.device("cpu")),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "cores": cores,
         "usable_cores": usable,

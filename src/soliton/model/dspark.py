@@ -201,12 +201,11 @@ class Markov:
         """float32 [2, vocab (padded)], the same row twice: draft k's logits; a token that the draft does not know has
         -inf."""
         tape, w, spec = self._tape, self._w, self._spec
-        at = k if spec.anchor_first else k + 1
+        at = self._at(k)
         out = tape.new(2, self._base.shape[1], dtype=torch.float32)
         if self._fits and w.markov_in is not None and w.markov_out is not None:
-            kernels = importlib.import_module("soliton.ops.markov_triton")
             embedding, tokens, place = self._mix(k, None)
-            tape.do("markov", kernels.markov, out, self._base, embedding, w.markov_out.data, tokens, place, at)
+            tape.do("markov", _kernels().markov, out, self._base, embedding, w.markov_out.data, tokens, place, at)
         elif w.markov_in is not None and w.markov_out is not None:
             tape.do("markov.in", _markov_in, self._e, self._state, w, spec, self._hidden, self._tokens, at, k)
             bias = tape.new(2, w.markov_out.padded, dtype=torch.float32)
@@ -228,30 +227,37 @@ class Markov:
     def chain(self) -> None:
         """All greedy drafts into the tokens: a row's kernel chooses the token that the row before found."""
         tape, w, spec, tokens = self._tape, self._w, self._spec, self._tokens
-        kernels = importlib.import_module("soliton.ops.markov_triton")
+        kernels = _kernels()
         assert w.markov_out is not None
         last, parts = None, kernels.parts_of(self._base.shape[1])
         for k in range(spec.drafts):
             out = tape.new(1, self._base.shape[1], dtype=torch.float32)
             found = tuple(tape.new(parts, dtype=dtype) for dtype in (torch.float32, torch.int32))
             embedding, seen, place = self._mix(k, last)
-            given = (self._base, embedding, w.markov_out.data, seen, place, k if spec.anchor_first else k + 1)
-            tape.do("markov", kernels.chain, out, found, last if w.mix is None else None, *given, spec.vocab)
+            given = (self._base, embedding, w.markov_out.data, seen, place, self._at(k), spec.vocab)
+            tape.do("markov", kernels.chain, out, *given, found, last if w.mix is None else None)
             tape.note(f"draft_logits.{k}", out[0])
             last = found
         tape.do("draft.pick", kernels.chosen, tokens, last, spec.drafts, spec.vocab)
 
     def _mix(self, k: int, last: Any) -> tuple[Tensor, Tensor, int]:
         """Where the last product finds its input: (rows, which, place of which) for draft k."""
-        w, at = self._w, k if self._spec.anchor_first else k + 1
+        w = self._w
         assert w.markov_in is not None
         if w.mix is None:
             return w.markov_in, self._tokens, k
-        kernels = importlib.import_module("soliton.ops.markov_triton")
         before, after = self._states[k % 2], self._states[(k + 1) % 2]
-        given = (w.markov_in, self._hidden, w.mix, w.mix_bias, self._tokens, k, at, last)
-        self._tape.do("markov.mix", kernels.mix, self._mixed[0], after, before, *given)
+        given = (w.markov_in, self._hidden, w.mix, w.mix_bias, self._tokens, k, self._at(k), last)
+        self._tape.do("markov.mix", _kernels().mix, self._mixed[0], after, before, *given)
         return self._mixed, self._zero, 0
+
+    def _at(self, k: int) -> int:
+        """The block's row that draft k comes from."""
+        return k if self._spec.anchor_first else k + 1
+
+
+def _kernels() -> Any:
+    return importlib.import_module("soliton.ops.markov_triton")
 
 
 def _markov_in(

@@ -51,11 +51,8 @@ def product(
     fields: dict[str, Any] = {"w": weight, "x": x, "out": out, "n": w.padded, "k": w.inputs, "x_stride": x.stride(0)}
     fields["out_stride"] = out.stride(0)
     reads = [x]
-    copies = []
-    if norm is not None:
-        assert w.inputs <= SLAB
-        fields |= {"prologue": RMS, "norm": norm[0].to(torch.bfloat16), "eps": norm[1]}
-        copies.append((fields["norm"], norm[0]))
+    assert norm is None or w.inputs <= SLAB
+    copies = _norms(fields, norm)
     if scaled is not None:
         assert scaled[0].is_contiguous() and scaled[0].shape[1] * HEAD == w.inputs
         fields |= {"prologue": SCALED, "stats": scaled[0], "eps": scaled[1]}
@@ -75,6 +72,14 @@ def product(
 def _adds(out: Tensor) -> int:
     assert out.dtype == torch.bfloat16 and out.stride(0) % 2 == 0 and out.data_ptr() % 4 == 0, "added in pairs"
     return ADD
+
+
+def _norms(fields: dict[str, Any], norm: tuple[Tensor, float] | None) -> list[tuple[Tensor, Tensor]]:
+    """The norm of the input among the fields; (its weight rounded, the weight), for when that is written anew."""
+    if norm is None:
+        return []
+    fields |= {"prologue": RMS, "norm": norm[0].to(torch.bfloat16), "eps": norm[1]}
+    return [(fields["norm"], norm[0])]
 
 
 def _normed(x: Tensor, norm: tuple[Tensor, float] | None) -> tuple[int, ...] | None:
@@ -112,9 +117,8 @@ def up(act: Tensor, x: Tensor, w: Tensor, *, norm: tuple[Tensor, float] | None, 
         "w": w, "x": x, "out": act, "n": w.shape[1], "k": w.shape[2], "x_stride": x.stride(0),
         "out_stride": act.stride(0), "slot_stride": act.stride(1), "limit": limit,
     }  # fmt: skip
-    if norm is not None:
-        fields |= {"prologue": RMS, "norm": norm[0].to(torch.bfloat16), "eps": norm[1]}
-    return Instruction(kind=UP, fields=fields, reads=[x], writes=[act], input=_normed(x, norm))
+    copies = _norms(fields, norm)
+    return Instruction(kind=UP, fields=fields, reads=[x], writes=[act], input=_normed(x, norm), copies=copies)
 
 
 def down(out: Tensor, act: Tensor, w: Tensor, shared: tuple[Tensor, Weight] | None, *, add: bool) -> Instruction:

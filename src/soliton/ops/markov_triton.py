@@ -122,8 +122,8 @@ def _chain(out, values, indices, last_values, last_indices, base, embedding, w, 
 
 
 def chain(
-    out: Tensor, found: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor] | None, base: Tensor, embedding: Tensor,
-    w: Tensor, tokens: Tensor, place: int, at: int, vocab: int,
+    out: Tensor, base: Tensor, embedding: Tensor, w: Tensor, tokens: Tensor, place: int, at: int, vocab: int,
+    found: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """As ``markov``, of a greedy draft: found[p] = (the largest logit of part p of the vocabulary, float32; its index,
     the lowest of equals, int32) for P parts. last: those of the row before, of which tokens[place] is chosen and

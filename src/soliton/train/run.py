@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -19,11 +18,12 @@ from ..config import EngineConfig
 from ..engine import Engine
 from ..errors import ConfigError, nearest
 from ..measure.about import commit, device_name
+from ..measure.doctor import versions
 from ..model.draft_spec import DraftSpec, shapes
 from ..model.spec import ModelSpec
 from ..runtime import Runtime
 from .checkpoints import write_text
-from .data import Dataset, candidates, load
+from .data import Dataset, load
 from .features import Features
 from .model import Drafter
 from .options import TrainOptions, numbers
@@ -133,14 +133,13 @@ def train(
         raise ConfigError(f"max_length = {options.max_length}: the engine's max_context is {limit}; lower one of them")
     model = drafter(options, runtime)
     source = Features(runtime, model.spec.taps, options.features, options.features_memory)
-    if options.features is not None:
-        used = [s for s in data.samples if candidates(s.mask(options.max_length)).shape[0]]
-        needed = source.check_space([s.ids[: options.max_length] for s in used])
-        tell(f"{options.features} will take {needed:,} bytes more for the target's hidden states")
     trainer = Trainer(
         options, model, runtime.checkpoint.spec, data, source, provenance=provenance(options, runtime),
         evaluate=evaluate, report=report, stop=stop,
     )  # fmt: skip
+    if options.features is not None:
+        needed = source.check_space([s.ids[: options.max_length] for s in trainer.samples])
+        tell(f"{options.features} will take {needed:,} bytes more for the target's hidden states")
     return trainer.run()
 
 
@@ -167,12 +166,11 @@ def _context(options: TrainOptions, samples: Sequence[Any]) -> int:
 
 def provenance(options: TrainOptions, runtime: Runtime) -> dict[str, Any]:
     """What a checkpoint says of how it came to be."""
-    names = ("torch", "triton", "safetensors", "numpy") if runtime.on_gpu else ("torch", "safetensors", "numpy")
-    versions = {name: metadata.version(name) for name in names}
+    files = {name: metadata.version(name) for name in ("safetensors", "numpy")}
     return {
         "arguments": dataclasses.asdict(options),
         "commit": commit() or "unknown",
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {**versions(), **files},
         "target": runtime.checkpoint.name,
         "device": device_name(runtime.parts.device),
         "threads": torch.get_num_threads(),

@@ -94,6 +94,11 @@ class Trainer:
         }  # fmt: skip
         self._provenance = {**(provenance or {}), "binding": self._binding}
 
+    @property
+    def samples(self) -> list[Sample]:
+        """The sequences that are trained on or held out: those with something supervised."""
+        return self._train + self._held
+
     # -- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
