@@ -74,7 +74,6 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "_schedule": ("*i64 *fp32 *fp32 *fp32 fp32", {"SLOTS": 8, "MODE": 1, "EARLY": True}),
     },
     "markov_triton": {
-        "_markov": ("*fp32 *fp32 *bf16 *bf16 *i64 i32 i32 i32 i32 i32", {"R": 256, "BLOCK_N": 64}),
         "_mix": (
             "*fp32 *fp32 *fp32 *bf16 *bf16 *fp32 *fp32 *i64 *fp32 *i32 i32 i32 i32 i32 i32",
             {"R": 64, "H": 256, "HP": 256, "BLOCK": 8, "RNN": True, "FIRST": False, "P": 64, "CHOSEN": True},

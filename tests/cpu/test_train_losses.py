@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -156,6 +158,21 @@ class TestTemperatures:
         torch.testing.assert_close(found["confidence"], bce)
         plain = losses.sums(Objective(decay=None), draft, law, sure, labels, mask)
         assert torch.equal(plain["l1"], found["l1"]) and not torch.equal(plain["confidence"], found["confidence"])
+
+    def test_confidence_counts_as_far_as_a_block_is_accepted(self) -> None:
+        draft, law, sure = torch.randn(40, 3, 5), torch.randn(40, 3, 5), torch.randn(40, 3)
+        mask, labels = torch.ones(40, 3, dtype=torch.bool), torch.zeros(40, 3, dtype=torch.int64)
+        found = losses.sums(Objective(sure=(0.0,), reached=True, decay=None), draft, law, sure, labels, mask)
+        agree = draft.argmax(-1) == law.argmax(-1)
+        assert agree.any() and not agree.all()
+        expected = 0.0
+        for block, good in zip(sure.tolist(), agree.tolist()):
+            for logit, accepted in zip(block, good):
+                p = 1 / (1 + math.exp(-logit))
+                expected -= math.log(p if accepted else 1 - p)
+                if not accepted:
+                    break  # the rows behind are never asked
+        assert float(found["confidence"]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_ramp_grows_to_its_weight() -> None:

@@ -84,6 +84,24 @@ class TestLearning:
             assert narrow["loss"] == pytest.approx(wide["loss"], rel=0.01)
             assert narrow["confidence"] == pytest.approx(wide["confidence"], rel=0.02)
 
+    @pytest.mark.parametrize("only", ["confidence_head", "fc,layers.0.mlp", "layers.0.self_attn.q_proj"])
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_only_some_tensors(self, tmp_path: Path, only: str, optimizer: str) -> None:
+        toy(tmp_path / "a", steps=2, save_every=1, only=only, optimizer=optimizer).run()
+        one = toy(tmp_path / "b", steps=2, save_every=1, only=only, optimizer=optimizer, stop=lambda: False)
+        fresh = {name: p.detach().clone() for name, p in one.model.named_parameters()}
+        one.run()
+        for name, p in one.model.named_parameters():
+            assert torch.equal(p, fresh[name]) != name.startswith(tuple(only.split(","))), name
+        again = toy(tmp_path / "a", steps=2, save_every=1, only=only, optimizer=optimizer)
+        again.run()  # ended already: what it read back is what the other run has
+        assert all(torch.equal(p, q) for p, q in zip(again.model.parameters(), one.model.parameters()))
+
+    @pytest.mark.parametrize(("only", "conf"), [("nothing", 1.0), ("fc,", 1.0), ("", 1.0), ("confidence_head", 0.0)])
+    def test_what_cannot_be_trained_alone(self, tmp_path: Path, only: str, conf: float) -> None:
+        with pytest.raises(ConfigError, match="only = "):
+            toy(tmp_path, only=only, conf=conf).run()
+
     def test_the_learning_rate(self, tmp_path: Path) -> None:
         made = toy(tmp_path, steps=100, warmup=0.1, lr=1.0, lr_floor=0.1)
         rates = [made.learning_rate(step) for step in range(100)]

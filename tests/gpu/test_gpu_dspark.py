@@ -58,9 +58,8 @@ def test_attention(heads: int, groups: int, width: int, length: int, rows: int) 
     assert error(got, want) < 6e-3
 
 
-def test_queries_keys_and_the_markov_head() -> None:
+def test_queries_and_keys() -> None:
     from soliton.ops import draft_triton as kernels
-    from soliton.ops import markov_triton
 
     g = torch.Generator("cuda").manual_seed(1)
     rows, heads, groups, width = 8, 32, 8, 128
@@ -78,11 +77,6 @@ def test_queries_keys_and_the_markov_head() -> None:
     draft.store_reference(caches[0], kv, weight, turn, positions, 1e-6)
     kernels.store(caches[1], kv, weight, turn, positions, 1e-6)
     assert error(caches[1], caches[0]) < 4e-3 and bool((caches[1][:, :11] == 7).all())
-    count, rank = 157_184, 256
-    base, embedding, w = rand(8, count), rand(1000, rank).bfloat16(), rand(count, rank).bfloat16()
-    tokens, out = torch.tensor([3, 950, 7], device="cuda"), poisoned(2, count, dtype=torch.float32)
-    markov_triton.markov(out, base, embedding, w.t(), tokens, 1, 4)
-    assert error(out[0], base[4].double() + embedding[950].double() @ w.double().t()) < 1e-5
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

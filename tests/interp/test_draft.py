@@ -48,19 +48,6 @@ def test_queries_and_keys() -> None:
     assert bool((caches[1][:, :11] == 7).all()) and bool((caches[1][:, 11 + rows :] == 7).all())
 
 
-def test_markov() -> None:
-    from soliton.ops import markov_triton as kernels
-
-    torch.manual_seed(4)
-    count, rank = 200, 16
-    base, embedding, w = torch.randn(5, count), torch.randn(count, rank), torch.randn(count, rank)
-    tokens = torch.tensor([3, 150, 7])
-    got = torch.full((2, count), NAN)
-    kernels.markov(got, base, embedding, w.t(), tokens, 1, 4)
-    assert float((got[0] - (base[4] + embedding[150] @ w.t())).abs().max()) < 1e-5
-    assert bool(got[1].isnan().all())
-
-
 @pytest.mark.parametrize("kind", ["gated", "rnn"])
 @pytest.mark.parametrize("width", [40, 64])
 def test_markov_mixed(kind: str, width: int) -> None:

@@ -205,7 +205,8 @@ class Markov:
         out = tape.new(2, self._base.shape[1], dtype=torch.float32)
         if self._fits and w.markov_in is not None and w.markov_out is not None:
             embedding, tokens, place = self._mix(k, None)
-            tape.do("markov", _kernels().markov, out, self._base, embedding, w.markov_out.data, tokens, place, at)
+            given = (self._base, embedding, w.markov_out.data, tokens, place, at, spec.vocab)
+            tape.do("markov", _kernels().chain, out, *given, self._found(), None)
         elif w.markov_in is not None and w.markov_out is not None:
             tape.do("markov.in", _markov_in, self._e, self._state, w, spec, self._hidden, self._tokens, at, k)
             bias = tape.new(2, w.markov_out.padded, dtype=torch.float32)
@@ -229,16 +230,21 @@ class Markov:
         tape, w, spec, tokens = self._tape, self._w, self._spec, self._tokens
         kernels = _kernels()
         assert w.markov_out is not None
-        last, parts = None, kernels.parts_of(self._base.shape[1])
+        last: Any = None
         for k in range(spec.drafts):
             out = tape.new(1, self._base.shape[1], dtype=torch.float32)
-            found = tuple(tape.new(parts, dtype=dtype) for dtype in (torch.float32, torch.int32))
+            found = self._found()
             embedding, seen, place = self._mix(k, last)
             given = (self._base, embedding, w.markov_out.data, seen, place, self._at(k), spec.vocab)
             tape.do("markov", kernels.chain, out, *given, found, last if w.mix is None else None)
             tape.note(f"draft_logits.{k}", out[0])
             last = found
         tape.do("draft.pick", kernels.chosen, tokens, last, spec.drafts, spec.vocab)
+
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Where a row's kernel puts the best of each of its parts."""
+        parts = _kernels().parts_of(self._base.shape[1])
+        return self._tape.new(parts, dtype=torch.float32), self._tape.new(parts, dtype=torch.int32)
 
     def _mix(self, k: int, last: Any) -> tuple[Tensor, Tensor, int]:
         """Where the last product finds its input: (rows, which, place of which) for draft k."""

@@ -125,9 +125,11 @@ def chain(
     out: Tensor, base: Tensor, embedding: Tensor, w: Tensor, tokens: Tensor, place: int, at: int, vocab: int,
     found: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """As ``markov``, of a greedy draft: found[p] = (the largest logit of part p of the vocabulary, float32; its index,
-    the lowest of equals, int32) for P parts. last: those of the row before, of which tokens[place] is chosen and
-    written here; None: it is there already."""
+    """out[0] = base[at] + w^T embedding[tokens[place]]: a Markov head's logits, and found[p] = (the largest of part p
+    of the vocabulary, float32; its index, the lowest of equals, int32) for P parts. out: float32 [*, N]; base: float32
+    [B, N]; embedding: [vocab, r]; w: [r, N], the transposed view of contiguous [N, r]; r a power of two; products and
+    sums in float32. last: what the row before found, of which tokens[place] is chosen and written here; None: it is
+    there already."""
     rank, count = embedding.shape[1], w.shape[1]
     values, indices = found
     assert w.stride(0) == 1 and embedding.is_contiguous() and out.stride(1) == base.stride(1) == 1
@@ -157,32 +159,4 @@ def chosen(tokens: Tensor, last: tuple[Tensor, Tensor], place: int, vocab: int) 
     """tokens[place] = the best of what ``chain`` found."""
     _chosen[(1,)](
         tokens, *last, place, vocab, P=last[0].numel(), PDL=chained(), num_warps=1, launch_pdl=chained()
-    )  # fmt: skip
-
-
-@triton.jit
-def _markov(out, base, embedding, w, tokens, place, at, ld_base, ld_w, N, R: tl.constexpr, BLOCK_N: tl.constexpr,
-            PDL: tl.constexpr):  # fmt: skip
-    outputs, cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, R)
-    inside = outputs < N
-    if PDL:
-        gdc_launch_dependents()
-    # the weights do not depend on what is in front
-    line = tl.load(w + outputs[:, None].to(tl.int64) * ld_w + cols[None, :], mask=inside[:, None], other=0.0)
-    if PDL:
-        gdc_wait()
-    e = tl.load(embedding + tl.load(tokens + place) * R + cols).to(tl.float32)
-    value = tl.load(base + at * ld_base + outputs, mask=inside, other=0.0)
-    tl.store(out + outputs, value + tl.sum(line.to(tl.float32) * e[None, :], 1), mask=inside)
-
-
-def markov(out: Tensor, base: Tensor, embedding: Tensor, w: Tensor, tokens: Tensor, place: int, at: int) -> None:
-    """out[0] = base[at] + w^T embedding[tokens[place]]: the vanilla Markov head's logits. out: float32 [*, N]; base:
-    float32 [B, N]; embedding: [vocab, r]; w: [r, N], the transposed view of contiguous [N, r]; r a power of two.
-    Products and sums in float32."""
-    rank, count = embedding.shape[1], w.shape[1]
-    assert w.stride(0) == 1 and embedding.is_contiguous() and out.stride(1) == base.stride(1) == 1
-    _markov[(triton.cdiv(count, 64),)](
-        out, base, embedding, w, tokens, place, at, base.stride(0), w.stride(1), count, R=rank, BLOCK_N=64,
-        PDL=chained(), num_warps=4, launch_pdl=chained(),
     )  # fmt: skip

@@ -25,8 +25,9 @@ TERMS = ("ce", "l1", "confidence", "accept_length")
 class Objective:
     """Weights of the terms; 0 leaves a term out. ``decay``: row k counts exp(-k / decay) in ce, l1 and confidence, None
     for all alike. ``temperatures``: of distillation; l1, accept length and confidence take the mean over them (0: the
-    target's argmax); ``sure``: what confidence takes instead. ``ramp``: steps over which the accept length's weight
-    grows from 0, because its later rows have no gradient while the earlier ones are never accepted."""
+    target's argmax); ``sure``: what confidence takes instead; ``reached``: there a row also counts as its block's
+    earlier drafts are accepted, for only then its confidence matters. ``ramp``: steps over which the accept length's
+    weight grows from 0, because its later rows have no gradient while the earlier ones are never accepted."""
 
     ce: float = 0.1
     l1: float = 0.9
@@ -35,6 +36,7 @@ class Objective:
     decay: float | None = 4.0
     temperatures: tuple[float, ...] = (1.0,)
     sure: tuple[float, ...] | None = None
+    reached: bool = False
     ramp: int = 0
 
     def weights(self, step: int) -> dict[str, float]:
@@ -133,7 +135,8 @@ def sums(
             with torch.no_grad():
                 rate = torch.stack([distances(draft, target, t)[1] for t in objective.sure]).mean(0)
         bce = F.binary_cross_entropy_with_logits(confidence.to(rate.dtype), rate, reduction="none")
-        found["confidence"] = (w * bce).sum()
+        before = F.pad(rate[..., :-1], (1, 0), value=1.0).cumprod(-1) if objective.reached else 1.0
+        found["confidence"] = (w * before * bce).sum()
         c = confidence.detach().to(rate.dtype).sigmoid()
         found["abs_error"], found["bias"] = (w * (c - rate).abs()).sum(), (w * (c - rate)).sum()
         found["cumprod_bias"] = (w * ((c * mask).cumprod(-1) - (rate * mask).cumprod(-1))).sum()

@@ -21,12 +21,14 @@ def optimizers(params: Mapping[str, nn.Parameter], options: TrainOptions) -> lis
     inside = {k: p for k, p in params.items() if options.optimizer == "muon" and p.ndim == 2}
     inside = {k: p for k, p in inside.items() if not k.startswith(OUTSIDE)}
     rest = [p for k, p in params.items() if k not in inside]
-    made: list[Optimizer] = [
-        torch.optim.AdamW(
-            rest, lr=options.lr, betas=(options.beta1, options.beta2), weight_decay=0.0,
-            fused=rest[0].device.type == "cuda",
-        )
-    ]  # fmt: skip
+    made: list[Optimizer] = []
+    if rest:
+        made.append(
+            torch.optim.AdamW(
+                rest, lr=options.lr, betas=(options.beta1, options.beta2), weight_decay=0.0,
+                fused=rest[0].device.type == "cuda",
+            )
+        )  # fmt: skip
     if inside:
         made.append(torch.optim.Muon(inside.values(), options.lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
     return made

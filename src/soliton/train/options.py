@@ -70,6 +70,9 @@ class TrainOptions:
     confidence: bool = setting("train a confidence head", default=True)
     confidence_markov: bool = setting("the confidence head reads the token before, too", default=True)
     start: str | None = setting("directory of a draft of the same sizes to start from", default=None)
+    only: str | None = setting(
+        "train only tensors whose names begin so, as confidence_head or fc,hidden_norm; all when unset", default=None
+    )
 
     ce: float = setting("weight of the cross entropy with the sequence's own token", default=0.1, low=0)
     l1: float = setting("weight of the L1 distance to the target's law", default=0.9, low=0)
@@ -80,6 +83,9 @@ class TrainOptions:
     temperatures: str = setting("of distillation, averaged; 0 is the target's argmax", default="1")
     conf_temperatures: str | None = setting(
         "of the chances that the confidence head learns, averaged; as temperatures when unset", default=None
+    )
+    conf_reached: bool = setting(
+        "rows count in the confidence head's loss as far as the drafts before them are accepted", default=False
     )
 
     steps: int = setting("optimizer steps", default=1000, unit="steps", low=1)
@@ -151,6 +157,7 @@ class TrainOptions:
             accept_length=self.accept,
             decay=self.decay or None,
             temperatures=numbers(self.temperatures, "temperatures"),
+            reached=self.conf_reached,
             sure=None if sure is None else numbers(sure, "conf_temperatures"),
             ramp=self.accept_ramp,
         )

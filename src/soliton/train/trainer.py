@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..errors import ConfigError
 from ..model.spec import ModelSpec
@@ -81,9 +82,10 @@ class Trainer:
         usable.sort(key=lambda s: mixed("held", s.source.get("prompt", list(s.ids))))
         self._held, self._train = usable[: options.holdout], usable[options.holdout :]
         self._params = dict(model.named_parameters())
-        for p in self._params.values():
+        self._trained = _trained(self._params, options.only)
+        for p in self._trained.values():
             p.grad = torch.zeros_like(p)  # so that every tensor has optimizer state, used or not
-        self._optimizers = optim.optimizers(self._params, options)
+        self._optimizers = optim.optimizers(self._trained, options)
         self._batches = Batches(self._train, options, model.spec.block, pin=self._device.type == "cuda")
         self._ema = {k: p.detach().clone() for k, p in self._params.items()} if options.ema else {}
         self.step = 0
@@ -168,7 +170,7 @@ class Trainer:
         o = self.options
         batch = self._batches.of_step(self.step)
         whole = losses.totals([micro.mask for micro, _ in batch], self._objective.decay)
-        for p in self._params.values():
+        for p in self._trained.values():
             assert p.grad is not None
             p.grad.zero_()
         weights = self._objective.weights(self.step)
@@ -177,8 +179,7 @@ class Trainer:
         for term in losses.TERMS:
             if term in line and not math.isfinite(line[term]):
                 self._not_finite(term, f"the term {term} is {line[term]}")
-        params = list(self._params.values())
-        norm = torch.nn.utils.clip_grad_norm_(params, o.clip if o.clip else math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(list(self._trained.values()), o.clip if o.clip else math.inf)
         line["grad_norm"] = float(norm)
         if not math.isfinite(line["grad_norm"]):
             self._not_finite(*self._worst())
@@ -193,7 +194,7 @@ class Trainer:
         return line
 
     def _worst(self) -> tuple[str, str]:
-        for name, p in self._params.items():
+        for name, p in self._trained.items():
             assert p.grad is not None
             if not bool(torch.isfinite(p.grad).all()):
                 return f"gradient of {name}", f"the gradient of {name} is not finite"
@@ -230,9 +231,9 @@ class Trainer:
             context = model.context(taps)
         leaves = [(k.detach(), v.detach()) for k, v in context]
         if weights is not None:
-            for pair in leaves:
-                for tensor in pair:
-                    tensor.requires_grad_()
+            for a, b in zip(context, leaves):
+                for made, leaf in zip(a, b):
+                    leaf.requires_grad_(made.requires_grad)
         for part in parts:
             part = part.to(device)
             with self._cast():
@@ -246,11 +247,18 @@ class Trainer:
             found = losses.sums(self._objective, draft, law, confidence, part.labels, part.mask)
             if weights is not None:
                 shares = [weights[name] * value for name, value in losses.terms(found, whole) if weights[name]]
-                torch.stack(shares).sum().backward()  # type: ignore[no-untyped-call]
+                loss = torch.stack(shares).sum()
+                if not loss.requires_grad:
+                    raise ConfigError(
+                        f"only = {self.options.only!r}: no term of the loss that has a weight reaches these tensors; "
+                        "raise ce, l1, conf or accept, or train others"
+                    )
+                loss.backward()  # type: ignore[no-untyped-call]
             yield found
         if weights is not None:
             pairs = [(made, leaf) for a, b in zip(context, leaves) for made, leaf in zip(a, b) if leaf.grad is not None]
-            torch.autograd.backward([made for made, _ in pairs], [leaf.grad for _, leaf in pairs])
+            if pairs:  # none where the context's weights are not trained
+                torch.autograd.backward([made for made, _ in pairs], [leaf.grad for _, leaf in pairs])
 
     def _features(self, micro: Micro, rows: int) -> tuple[Tensor, Tensor]:
         """Padded taps [B, rows, m * H] of the context that blocks see, and last hidden [B, L, H]."""
@@ -314,6 +322,19 @@ class Trainer:
         calls = ("started", "commit", "versions", "device")
         earlier = {"to_step": kept.step, **{key: kept.provenance[key] for key in calls if key in kept.provenance}}
         self._provenance["earlier"] = [*kept.provenance.get("earlier", []), earlier]
+
+
+def _trained(params: Mapping[str, Parameter], only: str | None) -> dict[str, Parameter]:
+    """Those whose names begin with one of ``only``'s words, the others without gradient; ConfigError for a word that
+    none begins with."""
+    words = ("",) if only is None else tuple(only.split(","))
+    for word in words if only is not None else ():
+        if not word or not any(name.startswith(word) for name in params):
+            parts = ", ".join(sorted({name.split(".")[0] for name in params}))
+            raise ConfigError(f"only = {only!r}: no tensor's name begins with {word!r}; they begin with {parts}")
+    for name, p in params.items():
+        p.requires_grad_(name.startswith(words))
+    return {name: p for name, p in params.items() if p.requires_grad}
 
 
 def _check_binding(own: dict[str, Any], kept: dict[str, Any], root: Path) -> None:
