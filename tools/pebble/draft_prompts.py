@@ -1,12 +1,13 @@
 """Make the prompts that pebble answers to train a block drafter, from pebble's own training sources.
 
     python tools/pebble/draft_prompts.py fetch --store STORE                 # pip download, the trained versions
-    python tools/pebble/draft_prompts.py make --store STORE --out FILE.jsonl.gz
+    python tools/pebble/draft_prompts.py make --store STORE --out FILE.jsonl.gz [--held-out]
 
 ``fetch`` takes the packages with documentation, a random part of the others, and the held-out ones, which are
 only compared with. ``make`` cuts prompts as prompts.py does, in the same proportions, evenly over packages, and
 writes FILE.jsonl.gz and FILE.sha256. No prompt shares a run of 50 characters of a line with a held-out prompt or
-reference, or six lines with any file of a held-out package.
+reference, or six lines with any file of a held-out package. ``--held-out`` cuts them from the held-out packages
+instead, elsewhere than the held-out prompts: many rounds are needed to see how well confidences are calibrated.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ def fetch(store: Path, count: int) -> None:
                 print(f"skipped: {kind} of {name}")
 
 
-def packages(store: Path) -> tuple[list[Package], set[int]]:
-    """The training packages, without files that repeat or share text with held-out ones; and the latter's windows."""
+def packages(store: Path) -> tuple[list[Package], list[Package], set[int]]:
+    """The training packages, without files that repeat or share text with held-out ones; the latter and their
+    windows."""
     known = sources()
     archives: dict[str, list[Path]] = defaultdict(list)
     for archive in sorted([*store.glob("wheel/*"), *store.glob("sdist/*")]):
@@ -89,7 +91,7 @@ def packages(store: Path) -> tuple[list[Package], set[int]]:
                 seen.add(words)
                 kept.append((path, kind, text))
         package.documents = kept
-    return [p for p in training if p.documents], held
+    return [p for p in training if p.documents], [p for p in read if p.heldout], held
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -169,11 +171,13 @@ class Cutter:
         return row | {"kind": kind, "tokens": size}
 
 
-def make(store: Path, out: Path, count: int) -> None:
+def make(store: Path, out: Path, count: int, held_out: bool) -> None:
     """Write the prompts, their digest, and say what they are."""
     warnings.simplefilter("ignore")
     rng = random.Random(SEED)
-    read, held = packages(store)
+    read, apart, held = packages(store)
+    if held_out:
+        read, held = apart, set()
     cutter = Cutter(held, Tokenizer.from_file(str(PEBBLE / "tokenizer.json")), rng)
     rows: list[dict] = []
     for kind, share in COUNTS.items():
@@ -213,6 +217,7 @@ def main() -> None:
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--packages", type=int, default=PACKAGES, help="training packages to fetch")
     parser.add_argument("--count", type=int, default=60_000, help="prompts to make")
+    parser.add_argument("--held-out", action="store_true", help="cut them from the held-out packages")
     parser.add_argument("--out", type=Path, help="a file that ends with .jsonl.gz")
     args = parser.parse_args()
     if args.action == "fetch":
@@ -220,7 +225,7 @@ def main() -> None:
     elif args.out is None:
         parser.error("make needs --out")
     else:
-        make(args.store, args.out, args.count)
+        make(args.store, args.out, args.count, args.held_out)
 
 
 if __name__ == "__main__":
