@@ -28,6 +28,7 @@ OTHER_VARIABLES = {
     "SOLITON_SHARED": "Tests: the directory that holds `conformance/`; `shared` beside the repository when unset.",
     "SOLITON_TEST_THREADS": "Tests: torch threads; 2 when unset.",
 }
+TABLES = ("server",)  # of a file, that belong to another class than the engine's
 T = TypeVar("T")
 
 _UNITS = {"": 1, "b": 1, **{p + "ib": 1 << 10 * (i + 1) for i, p in enumerate("kmgt")}}
@@ -169,16 +170,21 @@ def bind(
     env: Mapping[str, str] | None = None,
     file: str | Path | None = None,
     defaults: Mapping[str, Any] | None = None,
+    table: str | None = None,
 ) -> T:
     """A config from flags over environment over file over defaults. ``flags`` are by key, as ``flags_given`` returns;
-    ``defaults`` stand in for those of the class.
+    ``defaults`` stand in for those of the class; ``table``: the file's table that is meant, else all but TABLES.
 
     Every value is checked, also one that a stronger source replaces. Texts become numbers only from flags and the
     environment; a file has to use its own types. Nested configs are tables in the file.
     """
     leaves = {leaf.key: leaf for leaf in settings(cls)}
     values: dict[str, Any] = dict(defaults or {})
-    for key, value in _flatten(_read(file) if file is not None else {}, leaves):
+    found = _read(file) if file is not None else {}
+    found = found.get(table, {}) if table else {key: value for key, value in found.items() if key not in TABLES}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: {table} is {found!r}; a table of settings is needed")
+    for key, value in _flatten(found, leaves):
         if key not in leaves:
             raise ConfigError(f"{file}: unknown key {key!r}{nearest(key, leaves)}")
         _check_value(leaves[key], value, f"{file}: {key}")
@@ -198,9 +204,10 @@ def bind(
     return _build(cls, values, "")
 
 
-def check_environment(cls: type, env: Mapping[str, str]) -> None:
-    """Refuse variables with the package's prefix that no setting of ``cls`` has, as ``bind`` does."""
-    known = [*(leaf.env for leaf in settings(cls)), *OTHER_VARIABLES]
+def check_environment(classes: type | tuple[type, ...], env: Mapping[str, str]) -> None:
+    """Refuse variables with the package's prefix that no setting of ``classes`` has, as ``bind`` does for one."""
+    owners = classes if isinstance(classes, tuple) else (classes,)
+    known = [*(leaf.env for cls in owners for leaf in settings(cls)), *OTHER_VARIABLES]
     for name in env:
         if name.startswith(ENV_PREFIX) and name not in known:
             raise ConfigError(f"environment variable {name} is not known{nearest(name, known)}")
@@ -261,6 +268,12 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument(*leaf.flags, dest=leaf.key, action=toggle, default=argparse.SUPPRESS, help=text)
         else:
             parser.add_argument(*leaf.flags, dest=leaf.key, metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+def own_variables(cls: type, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables that belong to settings of ``cls``, where ``env`` was checked for several classes."""
+    known = {leaf.env for leaf in settings(cls)}
+    return {name: value for name, value in env.items() if name in known}
 
 
 def flags_given(namespace: argparse.Namespace, cls: type) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from typing import NoReturn
 from .binder import check_environment
 from .config import EngineConfig
 from .errors import BAD_INPUT, ConfigError, SolitonError, nearest
+from .server.config import ServerConfig
 
 COMMANDS = {
     "generate": "continue a prompt and stream the text",
+    "serve": "answer over HTTP, as OpenAI's and SGLang's clients expect",
     "chat": "talk with a model, with a history",
     "doctor": "this machine, and how a model would run on it",
     "measure": "time a step beside the floor that its bytes set, or a first token",
@@ -99,7 +101,7 @@ def _run(words: list[str]) -> int:
     if not words or words[0] not in COMMANDS:
         return _without_command(words)
     command, rest = words[0], words[1:]
-    check_environment(EngineConfig, os.environ)
+    check_environment((EngineConfig, ServerConfig), os.environ)
     module = importlib.import_module(f"soliton.commands.{command}")
     part = rest.pop(0) if rest and rest[0] in getattr(module, "PARTS", ()) else None
     parser = parser_for(command, part)

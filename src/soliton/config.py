@@ -128,6 +128,13 @@ class EngineConfig:
         unit="bytes",
         low=0,
     )
+    memory_fraction: float | None = setting(
+        "share of the free memory that weights, context and checkpoints may take together; 0.9 when unset",
+        default=None,
+        low=0,
+        high=1,
+        aliases=("--mem-fraction-static",),
+    )
     checkpoint_budget: int | str | None = setting(
         "memory for prefix checkpoints; 256MiB on a CPU and 2GiB on a GPU when unset", default=None, unit="bytes", low=0
     )
@@ -185,6 +192,11 @@ class EngineConfig:
                         f"{key} = {getattr(self, key)!r} is of a DSpark draft's confidences, and a chain of NEXTN has "
                         "none: leave it out, or use speculation = 'dspark'"
                     )
+        if self.memory_budget is not None and self.memory_fraction is not None:
+            raise ConfigError(
+                f"memory_budget = {self.memory_budget!r} and memory_fraction = {self.memory_fraction:g} both limit the "
+                "memory: leave one out"
+            )
         self._check_verify()
 
     def _check_verify(self) -> None:
@@ -314,6 +326,9 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         free = facts.free_memory.get(device)
         if free is None:
             decide("memory_budget", None, f"free memory on {device} is not known, so the plan has no limit")
+        elif config.memory_fraction is not None:
+            share = config.memory_fraction
+            memory = decide("memory_budget", int(free * share), f"{share:g} of the {free} bytes free on {device}")
         else:
             memory = decide("memory_budget", free * 9 // 10, f"nine tenths of the {free} bytes free on {device}")
     checkpoints = parse_size(config.checkpoint_budget, "checkpoint_budget")
@@ -364,6 +379,7 @@ def resolve(config: EngineConfig, facts: Facts) -> tuple[EngineConfig, list[Deci
         executor=executor,
         prefill_chunk=chunk,
         memory_budget=memory,
+        memory_fraction=None,
         checkpoint_budget=checkpoints,
         threads=threads,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +14,14 @@ from torch import Tensor
 
 from .answer import Answer
 from .checkpoint import Checkpoint, open_checkpoint
-from .checkpoint.chat import render
 from .config import Decision, EngineConfig
 from .config import settings as config_settings
-from .errors import BusyError, ConfigError, RequestError, nearest
+from .errors import BusyError, ConfigError, nearest
 from .plan import MemoryPlan
-from .prompt import check_message, check_tools, listed, plain_message
+from .prompt import Encoded, Prompt, checked_ids, encode, prepare
 from .runtime import Runtime, load_runtime
 from .sampling.logprobs import TokenLogprob
 from .sampling.params import SamplingParams
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +47,15 @@ class Stats:
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of a stream: the accepted block of one step, and the text that became certain with it (half a character
-    or a possible stop string waits). The last piece carries reason and stats."""
+    or a possible stop string waits). The first piece carries prompt_logprobs if asked for, the last one reason and
+    stats."""
 
     token_ids: tuple[int, ...]
     text: str
     logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     stats: Stats | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +149,7 @@ class Engine:
         """The opened checkpoint: spec, tokenizer, chat template, generation defaults."""
         return self._ready().checkpoint
 
-    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **chat: Any) -> Generation:
+    def generate(self, prompt: Prompt | Encoded, params: SamplingParams | None = None, **chat: Any) -> Generation:
         """Answer one prompt: text, token ids, or chat messages ({"role", "content"}). Raises RequestError, BusyError.
 
         ``chat``: keyword arguments of the chat template (with messages only), ``tools`` among them.
@@ -177,7 +174,7 @@ class Engine:
             prompt_ids=list(answer.prompt),
         )
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **chat: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt | Encoded, params: SamplingParams | None = None, **chat: Any) -> Iterator[Piece]:
         """As ``generate``, piece by piece, one a step. Closing the iterator early leaves the engine ready.
 
         Bad requests are refused here, before the first piece is asked for.
@@ -186,7 +183,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, **chat: Any) -> list[int]:
         """The token ids a prompt becomes: text through the tokenizer, messages through the chat template first."""
-        return self._encode(prompt, chat)[0]
+        return encode(self._ready().checkpoint, prompt, chat)[0]
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """float32 [T, vocab] on the CPU: row t predicts the token after token_ids[t]. Leaves no prefix checkpoint."""
@@ -232,107 +229,20 @@ class Engine:
             )
         return _Held(self._lock)
 
-    def _answer(self, prompt: Prompt, params: SamplingParams | None, chat: Mapping[str, Any]) -> Answer:
+    def _answer(self, prompt: Prompt | Encoded, params: SamplingParams | None, chat: Mapping[str, Any]) -> Answer:
         runtime = self._ready()
-        ids, boundary = self._encode(prompt, chat)
-        ids = self._checked(ids)
-        spec = runtime.checkpoint.spec
-        room = runtime.config.max_context - len(ids)  # type: ignore[operator]
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but max_context is {runtime.config.max_context} and an answer "
-                "needs at least one; shorten the prompt or load the engine with a larger max_context",
-                param="messages" if boundary else "prompt",
-            )
-        wanted = SamplingParams() if params is None else params
-        if not isinstance(wanted, SamplingParams):
-            raise RequestError(
-                f"params is {type(wanted).__name__}, not SamplingParams; SamplingParams.from_dict makes one of a dict"
-            )
-        resolved = wanted.resolve(
-            runtime.checkpoint.generation, vocab=spec.vocab, eos_ids=runtime.checkpoint.eos_ids, room=room
-        )
-        if wanted.seed is None and runtime.config.seed is not None:
+        limit = runtime.config.max_context
+        assert limit is not None
+        ready = prepare(runtime.checkpoint, limit, prompt, params, chat)
+        resolved = ready.params
+        if (params is None or params.seed is None) and runtime.config.seed is not None:
             resolved = runtime.reseeded(resolved)
-        if resolved.stop_strings and runtime.checkpoint.tokenizer is None:
-            raise RequestError(f"stop strings need a tokenizer and {runtime.checkpoint.name} has none", param="stop")
-        return Answer(runtime, ids, resolved, boundary, room)
-
-    def _encode(self, prompt: Prompt, chat: Mapping[str, Any]) -> tuple[list[int], int]:
-        """Ids, and where the final message begins (0: no messages)."""
-        checkpoint = self._ready().checkpoint
-        if isinstance(prompt, str):
-            self._needs_text("a text prompt")
-            if chat:
-                raise RequestError(f"{', '.join(chat)}: chat arguments go with messages, not with a text prompt")
-            assert checkpoint.tokenizer is not None
-            return checkpoint.tokenizer.encode(prompt), 0
-        items = listed(prompt)
-        if items and isinstance(items[0], Mapping):
-            self._needs_text("messages")
-            if checkpoint.chat_template is None:
-                raise RequestError(f"{checkpoint.name} has no chat template; send text or token ids", param="messages")
-            return self._render(checkpoint, items, dict(chat))
-        if chat:
-            raise RequestError(f"{', '.join(chat)}: chat arguments go with messages, not with token ids")
-        return items, 0
-
-    def _render(self, checkpoint: Checkpoint, messages: list[Any], chat: dict[str, Any]) -> tuple[list[int], int]:
-        assert checkpoint.tokenizer is not None and checkpoint.chat_template is not None
-        for name in ("template", "messages", "special_tokens"):
-            if name in chat:
-                raise RequestError(f"{name} is no argument of a chat template; leave it out", param=name)
-        for place, message in enumerate(messages):
-            if isinstance(message, Mapping):  # render refuses anything else
-                check_message(place, message)
-        check_tools(chat.get("tools"))
-        messages = [plain_message(message) for message in messages]
-        chat.setdefault("add_generation_prompt", True)
-        text = render(checkpoint.chat_template, messages, special_tokens=checkpoint.special_tokens, **chat)
-        ids = checkpoint.tokenizer.encode(text)
-        boundary = 0
-        if len(messages) > 1:
-            # where the earlier messages end, if the template renders them the same without the final one
-            try:
-                chat["add_generation_prompt"] = False
-                head = render(checkpoint.chat_template, messages[:-1], special_tokens=checkpoint.special_tokens, **chat)
-            except RequestError:
-                return ids, 0
-            for a, b in zip(ids, checkpoint.tokenizer.encode(head)):
-                if a != b:
-                    break
-                boundary += 1
-        return ids, boundary
-
-    def _needs_text(self, what: str) -> None:
-        checkpoint = self._ready().checkpoint
-        if checkpoint.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer and {checkpoint.name} has none; send token ids")
+        return Answer(runtime, ready.ids, resolved, ready.boundary, ready.room)
 
     def _checked(self, token_ids: Sequence[int]) -> list[int]:
         runtime = self._ready()
-        given = listed(token_ids)
-        if not given:
-            raise RequestError("the prompt is empty; it needs at least one token", param="prompt")
-        vocab = runtime.checkpoint.spec.vocab
-        ids: list[int] = []
-        for place, value in enumerate(given):
-            try:
-                token = operator.index(value)  # integers of numpy and torch too
-            except TypeError:
-                token = None
-            if token is None or isinstance(value, bool):
-                raise RequestError(f"token {place} of the prompt is {value!r}, not an integer", param="prompt")
-            ids.append(token)
-            if not 0 <= token < vocab:
-                raise RequestError(
-                    f"token {place} of the prompt is {token}, but token ids run from 0 to {vocab - 1}", param="prompt"
-                )
-        limit = runtime.config.max_context
-        assert limit is not None
-        if len(ids) > limit:
-            raise RequestError(f"{len(ids)} tokens are more than max_context {limit}; shorten them", param="prompt")
-        return ids
+        assert runtime.config.max_context is not None
+        return checked_ids(token_ids, runtime.checkpoint.spec.vocab, runtime.config.max_context)
 
     def _pieces(self, answer: Answer) -> Iterator[Piece]:
         if not self._lock.locked():  # an abort from now on is meant for this answer, begun or not
@@ -345,17 +255,18 @@ class Engine:
         clean = False
         try:
             self._ready()  # closed since the stream was made?
+            scored = answer.prompt_logprobs
             for block in answer.run(self._abort.is_set):
-                if block.finish_reason is None:
-                    yield Piece(token_ids=block.token_ids, text=block.text, logprobs=block.logprobs)
-                else:
-                    yield Piece(
-                        token_ids=block.token_ids,
-                        text=block.text,
-                        logprobs=block.logprobs,
-                        finish_reason=block.finish_reason,
-                        stats=_stats(answer, started),
-                    )
+                reason = block.finish_reason
+                yield Piece(
+                    token_ids=block.token_ids,
+                    text=block.text,
+                    logprobs=block.logprobs,
+                    finish_reason=reason,
+                    stats=None if reason is None else _stats(answer, started),
+                    prompt_logprobs=scored,
+                )
+                scored = None
             clean = True
         except GeneratorExit:
             clean = True  # the reader left between two steps

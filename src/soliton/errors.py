@@ -31,12 +31,12 @@ class UnsupportedError(SolitonError, NotImplementedError):
 class RequestError(SolitonError, ValueError):
     """A generation request that cannot be served; the engine stays ready for the next one.
 
-    ``param`` names the field at fault in OpenAI's spelling, or None.
+    ``param`` names the field at fault in OpenAI's spelling, or None; ``code`` is OpenAI's word for the fault, if any.
     """
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 class BusyError(SolitonError, RuntimeError):

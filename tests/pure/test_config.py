@@ -257,6 +257,7 @@ class TestResolve:
         by_key = {decision.key: decision for decision in decided}
         left = {k for k, v in dataclasses.asdict(config).items() if v in (None, "auto")}
         left -= {"draft", "draft_verify_tokens", "draft_threshold", "draft_costs", "draft_calibration"}
+        left -= {"memory_fraction"}  # one way to say memory_budget
         assert set(by_key) == left
         assert all(getattr(new, key) == decision.value for key, decision in by_key.items())
         assert str(by_key["speculation"]) == "speculation = nextn: ling has an MTP layer"
@@ -290,6 +291,12 @@ class TestResolve:
     def test_sizes_become_bytes(self) -> None:
         new, _ = resolve(engine(memory_budget="1GiB", checkpoint_budget="0"), FACTS)
         assert (new.memory_budget, new.checkpoint_budget) == (1 << 30, 0)
+
+    def test_a_share_of_the_free_memory(self) -> None:
+        free = FACTS.free_memory["cpu"]
+        assert resolve(engine(memory_fraction=0.5), FACTS)[0].memory_budget == free // 2
+        with pytest.raises(ConfigError, match="both limit the memory"):
+            engine(memory_fraction=0.5, memory_budget="1GiB")
 
     def test_unknown_free_memory_is_said(self) -> None:
         new, decided = resolve(engine(), dataclasses.replace(FACTS, free_memory={}))

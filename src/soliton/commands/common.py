@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..binder import own_variables
 from ..config import EngineConfig, add_arguments, bind, flags_given
 from ..errors import ConfigError
 from ..sampling.params import ALIASES, SamplingParams
@@ -127,7 +128,8 @@ def config_given(args: argparse.Namespace) -> EngineConfig:
     flags = flags_given(args, EngineConfig)
     if not names_model(args):
         flags["model"] = DEFAULT_MODEL
-    return bind(EngineConfig, flags=flags, env=os.environ, file=args.config, defaults={"model": DEFAULT_MODEL})
+    env = own_variables(EngineConfig, os.environ)
+    return bind(EngineConfig, flags=flags, env=env, file=args.config, defaults={"model": DEFAULT_MODEL})
 
 
 def load(config: EngineConfig) -> Engine:

@@ -1,0 +1,218 @@
+"""What the routes share: checking a request, waiting for its turn, and the pieces of its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..binder import parse_size
+from ..checkpoint import Checkpoint
+from ..config import EngineConfig
+from ..errors import RequestError, SolitonError
+from ..prompt import Encoded, prepare
+from .asks import Ask
+from .config import ServerConfig
+from .line import AbortedError, Line, Turn
+from .metrics import Metrics
+from .worker import EngineLost, EngineProcess
+
+if TYPE_CHECKING:
+    from ..engine import Piece
+
+
+class NoSuchModel(SolitonError, LookupError):
+    """A request for a model that is not served."""
+
+
+class LoadingError(SolitonError, RuntimeError):
+    """The engine is not loaded yet."""
+
+
+class DeadlineError(SolitonError, TimeoutError):
+    """The request took longer than it may."""
+
+
+@dataclass
+class Active:
+    """A request in the house: its id, when it came, its prompts, and how to end it."""
+
+    rid: str
+    came: float
+    ask: Ask
+    prompts: list[Encoded]
+    aborted: asyncio.Future[None]
+    running: bool = False
+    turn: Turn | None = None
+    pieces: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+
+class Service:
+    """One engine, its line, and the requests in the house. The checkpoint is opened here as well, for its tokenizer
+    and template: texts become ids outside the engine's process."""
+
+    def __init__(self, config: ServerConfig, engine: EngineConfig, checkpoint: Checkpoint) -> None:
+        self.config, self.checkpoint = config, checkpoint
+        self.name = config.served_model_name or engine.model
+        self.engine = EngineProcess(engine)
+        self.line = Line(config.max_queued_requests)
+        self.metrics = Metrics(self.name)
+        self.started = time.time()
+        self.about: dict[str, Any] = {}
+        self.active: dict[str, Active] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def load(self) -> None:
+        """Start the engine's process and wait for it. EngineLost with the reason."""
+        await self.engine.start()
+        # pieces are unpickled in the event loop: what they are made of must be there by then
+        await asyncio.to_thread(importlib.import_module, "soliton.engine")
+        self.about = await self.engine.loaded()
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return int(self.about["config"].max_context)
+
+    @property
+    def max_body(self) -> int:
+        """Bytes of the largest body that is read."""
+        size = parse_size(self.config.max_body, "max_body")
+        assert size is not None
+        return size
+
+    def parses(self, key: str) -> bool:
+        """Whether reasoning or calls are read, by a setting that may say auto: where the template has the tags."""
+        value = getattr(self.config, key)
+        tag = "<think>" if key == "reasoning_parser" else "<tool_call>"
+        return value == "ling3" or (value == "auto" and tag in (self.checkpoint.chat_template or ""))
+
+    def check(self, model: str | None) -> None:
+        """Whether a request can be taken now, and whether it is for the model that is served."""
+        if not self.engine.ready:
+            if self.engine.lost.is_set():
+                raise EngineLost(f"the engine is gone: {self.engine.fault.splitlines()[-1]}")
+            raise LoadingError("the model is being loaded; try again in a moment")
+        if model not in (None, self.name, "default"):
+            raise NoSuchModel(f"the model {model!r} is not served here; this is {self.name!r}")
+
+    def enter(self, ask: Ask, kind: str) -> Active:
+        """Check everything that can be refused, and take the request in. RequestError."""
+        seen = []
+        for prompt in ask.prompts:
+            try:
+                ready = prepare(self.checkpoint, self.max_context, prompt, ask.params, ask.chat)
+            except RequestError as error:
+                if ask.chat or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+                    error.param = "messages" if error.param == "prompt" else error.param
+                raise
+            seen.append(Encoded(tuple(ready.ids), ready.boundary))
+        rid = ask.rid or f"{kind}-{uuid.uuid4().hex}"
+        if rid in self.active:
+            raise RequestError(f"a request with the id {rid!r} is in the house already; choose another", param="rid")
+        active = Active(rid, time.perf_counter(), ask, seen, asyncio.get_running_loop().create_future())
+        self.active[rid] = active
+        return active
+
+    async def answers(self, active: Active) -> AsyncIterator[tuple[int, Piece]]:
+        """(which answer, its next piece), after ``active.turn`` is set by the first: prompt by prompt, n answers each.
+
+        The engine goes on at its own pace whoever reads slowly, and whoever stops reading frees it within a step.
+        """
+        task = asyncio.get_running_loop().create_task(self._produce(active))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            while (item := await active.pieces.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self.active.pop(active.rid, None)
+            task.cancel()
+
+    async def turn(self, active: Active) -> tuple[Turn, AsyncIterator[tuple[int, Piece]]]:
+        """Wait for the turn; (it, what ``answers`` gives). Raises what made it fail, so that a stream gets a status."""
+        pieces = self.answers(active)
+        try:
+            first = await anext(pieces)
+        except StopAsyncIteration:
+            raise RuntimeError("an answer without a piece") from None
+        except BaseException:
+            await pieces.aclose()
+            raise
+        assert active.turn is not None
+        return active.turn, _again(first, pieces)
+
+    def abort(self, rid: str | None) -> int:
+        """End requests: the one with this id, or all for None. How many there were."""
+        found = [a for a in self.active.values() if rid is None or a.rid == rid]
+        for active in found:
+            if active.running:
+                self.engine.abort()
+            elif not active.aborted.done():
+                active.aborted.set_result(None)
+        return len(found)
+
+    async def stop(self) -> None:
+        """End every request and the engine's process."""
+        for task in list(self._tasks):
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.engine.stop()
+
+    async def _produce(self, active: Active) -> None:
+        limit, put = self.config.request_timeout, active.pieces.put_nowait
+        try:
+            async with asyncio.timeout(limit), self.line.turn(active.aborted) as active.turn:
+                active.running = True
+                self.metrics.begun()
+                place = 0
+                for prompt in active.prompts:
+                    for _ in range(active.ask.n):
+                        if await self._one(active, prompt, place) == "abort":
+                            return
+                        place += 1
+        except asyncio.CancelledError:
+            self.metrics.aborted()
+            raise
+        except TimeoutError:
+            self.metrics.aborted()
+            put(DeadlineError(f"the request took longer than {limit:g} s; the server allows no more"))
+        except AbortedError as error:
+            self.metrics.aborted()
+            put(error)
+        except Exception as error:
+            put(error)
+        finally:
+            active.running = False
+            put(None)
+
+    async def _one(self, active: Active, prompt: Encoded, place: int) -> str | None:
+        assert active.turn is not None
+        first, reason = True, None
+        async for piece in self.engine.answer(prompt, active.ask.seeded(place)):
+            self.metrics.piece(piece, first)
+            first, reason = False, piece.finish_reason
+            active.pieces.put_nowait((place, piece))
+            if piece.stats is not None:
+                if piece.finish_reason == "abort":
+                    self.metrics.aborted()
+                total = time.perf_counter() - active.came
+                self.metrics.answered(piece.stats, waited_s=active.turn.waited_s, total_s=total)
+        return reason
+
+
+async def _again(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    try:
+        yield first
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()  # type: ignore[attr-defined]
