@@ -438,6 +438,8 @@ class TestWithATarget:
             **values, out=str(tmp_path / "next"), steps=1, batch=1, start=start, features=str(tmp_path / "kept")
         )
         assert train(options, engine=target_, tell=told.append).finished and "bytes more" in told[0]
+        said = json.loads((tmp_path / "next/draft/provenance.json").read_text())
+        assert said["start"] == json.loads((Path(start) / "provenance.json").read_text())
         with pytest.raises(ConfigError, match="that draft has width"):
             train(TrainOptions(**values, width=16, out=str(tmp_path / "other"), start=start), engine=target_)
 

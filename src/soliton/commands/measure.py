@@ -210,12 +210,10 @@ def _calibration(args: argparse.Namespace, config: EngineConfig, params: Samplin
         found, tested = calibrate(engine, prompts, params, dataset=Path(args.prompts).name, progress=progress)
     if args.out:
         found.save(args.out)
-    rows = [
-        ("rounds", f"{found.num_samples}; errors are of {tested.num_samples}, with temperatures fitted on the others")
-    ]
+    rows = [("rounds", f"{found.num_samples}; errors are of each half with temperatures fitted on the other")]
     for slot, heat in enumerate(found.temperatures, 1):
         half, before, after = (getattr(tested, k)[slot - 1] for k in ("temperatures", "ece_before", "ece_after"))
-        text = f"temperature {heat:.3g}; fitted on half {half:.3g}: error on the other {after:.4f}, before {before:.4f}"
+        text = f"temperature {heat:.3g}, of half the prompts {half:.3g}; error {after:.4f}, before {before:.4f}"
         rows.append((f"slot {slot}", text))
     report = {**dataclasses.asdict(found), "held_out": dataclasses.asdict(tested)}
     return "calibration", rows, report

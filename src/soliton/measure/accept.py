@@ -126,8 +126,9 @@ def calibrate(
     dataset: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Calibration, Calibration]:
-    """(temperatures of the engine's confidence head, the same fitted on every second prompt and measured on the others:
-    its ece_before and ece_after are those of prompts that it has not seen)."""
+    """(temperatures of the engine's confidence head, what such temperatures do on prompts that they have not seen: its
+    errors are of both halves of the prompts together, each with temperatures fitted on the other; its temperatures are
+    those of the first half)."""
     drafter = engine._ready().parts.drafter
     if drafter is None:
         raise ConfigError("a confidence head is calibrated, and this engine has none; load it with a DSpark draft")
@@ -147,20 +148,18 @@ def calibrate(
         "model": engine.checkpoint.name, "draft": drafter.spec.name,
     }  # fmt: skip
     whole = fit(logits, accepted, **record)  # type: ignore[arg-type]
-    half = fit(halves[0].logits, halves[0].accepted, **record)  # type: ignore[arg-type]
-    return whole, _held_out(half, halves[1])
+    fitted = [fit(half.logits, half.accepted, **record) for half in halves]  # type: ignore[arg-type]
+    happened = torch.tensor(accepted).unsqueeze(1) > torch.arange(len(logits[0]))
 
+    def error(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:
+        scaled = [
+            torch.tensor(half.logits, dtype=torch.float64) / torch.tensor(heat, dtype=torch.float64)
+            for half, heat in zip(halves, (first, second))
+        ]
+        return tuple(calibration_error(torch.cat(scaled).sigmoid().cumprod(1), happened.double()).tolist())
 
-def _held_out(fitted: Calibration, other: Counts) -> Calibration:
-    """``fitted`` with the errors that it has on other samples."""
-    logits = torch.tensor(other.logits, dtype=torch.float64)
-    happened = torch.tensor(other.accepted).unsqueeze(1) > torch.arange(logits.shape[1])
-
-    def error(temperatures: Sequence[float]) -> tuple[float, ...]:
-        scaled = logits / torch.tensor(temperatures, dtype=torch.float64)
-        return tuple(calibration_error(scaled.sigmoid().cumprod(1), happened.double()).tolist())
-
-    before = error([1.0] * logits.shape[1])
-    return dataclasses.replace(
-        fitted, num_samples=len(other.accepted), ece_before=before, ece_after=error(fitted.temperatures)
+    ones = [1.0] * len(logits[0])
+    after = error(fitted[1].temperatures, fitted[0].temperatures)
+    return whole, dataclasses.replace(
+        fitted[0], num_samples=len(accepted), ece_before=error(ones, ones), ece_after=after
     )

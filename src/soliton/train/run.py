@@ -165,9 +165,12 @@ def _context(options: TrainOptions, samples: Sequence[Any]) -> int:
 
 
 def provenance(options: TrainOptions, runtime: Runtime) -> dict[str, Any]:
-    """What a checkpoint says of how it came to be."""
+    """What a checkpoint says of how it came to be; ``start``: what the draft that it started from said."""
     files = {name: metadata.version(name) for name in ("safetensors", "numpy")}
+    before = Path(options.start) / "provenance.json" if options.start is not None else None
+    from_draft = {"start": json.loads(before.read_text(encoding="utf-8"))} if before and before.exists() else {}
     return {
+        **from_draft,
         "arguments": dataclasses.asdict(options),
         "commit": commit() or "unknown",
         "versions": {**versions(), **files},
