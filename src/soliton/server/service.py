@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class NoSuchModel(SolitonError, LookupError):
     """A request for a model that is not served."""
 
+    param = "model"
+
 
 class LoadingError(SolitonError, RuntimeError):
     """The engine is not loaded yet."""

@@ -1,0 +1,194 @@
+"""Clients that leave, stall, flood or send rubbish: the stream in progress keeps its text, and so do all others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+
+from serving import Served
+
+ADD = "def add(a, b):\n"
+PROMPTS = [ADD, "import os\n\n\ndef remove(path):\n", "class Stack:\n", 'def test_add():\n    """', "x = ["]
+
+
+def body(i: int, tokens: int = 16) -> dict[str, Any]:
+    """Of request ``i``: greedy and sampled ones in turns."""
+    given: dict[str, Any] = {"prompt": PROMPTS[i % len(PROMPTS)], "max_tokens": tokens, "temperature": 0}
+    return given if i % 2 else {**given, "temperature": 0.9, "seed": i % 11}
+
+
+def socket_to(served: Served) -> socket.socket:
+    parts = urlsplit(served.url)
+    return socket.create_connection((parts.hostname, parts.port), timeout=30)
+
+
+def request_bytes(data: bytes, length: int | None = None) -> bytes:
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + data
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.full)])
+def test_random_aborts(served: Served, count: int) -> None:
+    """Half of the requests are cancelled at a random moment, waiting or running; every other text is what the same
+    request gives alone on a fresh engine."""
+    rng = random.Random(count)
+    kinds = [rng.choice(("stay", "leave", "leave streaming", "stay")) for _ in range(count)]
+    texts: dict[int, str] = {}
+
+    async def one(session: aiohttp.ClientSession, gate: asyncio.Semaphore, i: int) -> None:
+        async with gate:
+            given = body(i)
+            try:
+                async with asyncio.timeout(None if kinds[i] == "stay" else rng.uniform(0.001, 0.5)):
+                    if kinds[i] == "leave streaming":
+                        given["stream"] = True
+                    async with session.post(served.url + "/v1/completions", json=given) as answer:
+                        assert answer.status == 200
+                        if "stream" in given:
+                            async for _ in answer.content:
+                                pass
+                        else:
+                            texts[i] = (await answer.json())["choices"][0]["text"]
+            except TimeoutError:
+                assert kinds[i] != "stay"
+
+    async def every() -> None:
+        gate = asyncio.Semaphore(24)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(one(session, gate, i) for i in range(count)))
+
+    asyncio.run(every())
+    assert set(texts) >= {i for i in range(count) if kinds[i] == "stay"}
+    alone: dict[str, str] = {}
+    with Served("--prefix-reuse", "off") as fresh:
+        for i, text in texts.items():
+            key = json.dumps(body(i))
+            if key not in alone:
+                alone[key] = fresh.ask("/v1/completions", body(i))["choices"][0]["text"]
+            assert text == alone[key], i
+
+
+def test_a_stream_amid_the_worst(served: Served) -> None:
+    """Fuzz, huge and half-sent bodies, slow and half-closed sockets and 200 connections, while one answer streams."""
+    given = {"prompt": ADD, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    wanted = served.ask("/v1/completions", given)["choices"][0]["text"]
+    stop, faults = threading.Event(), []
+
+    def storm() -> None:
+        rng, held = random.Random(1), []
+        try:
+            held = [socket_to(served) for _ in range(200)]
+            for i, link in enumerate(held[:100]):
+                link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConte"[: i + 1])  # never goes on
+            for link in held[100:120]:
+                link.sendall(request_bytes(b'{"prompt": "a"', length=1000))
+                link.shutdown(socket.SHUT_WR)
+            while not stop.is_set():
+                with socket_to(served) as link:
+                    raw = rng.randbytes(rng.randrange(1, 400))
+                    link.sendall(rng.choice((raw, request_bytes(raw), request_bytes(b"[" * 50_000), raw + b"\r\n\r\n")))
+                    link.recv(64)
+                status = served.call("/v1/completions", {"prompt": "a", "max_tokens": "x"})[0]
+                if status != 400:
+                    faults.append(status)
+        except ConnectionError:
+            pass  # refused or dropped: its right
+        except Exception as error:
+            faults.append(error)
+        finally:
+            for link in held:
+                link.close()
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    try:
+        text = "".join(c["text"] for event in served.events("/v1/completions", given) for c in event["choices"])
+    finally:
+        stop.set()
+        thread.join()
+    assert text == wanted and not faults
+    status, _, found = served.call("/v1/completions", raw=b" " * (17 << 20), method="POST")
+    assert status == 413, found
+    assert served.ask("/v1/completions", given)["choices"][0]["text"] == wanted
+
+
+def test_a_client_that_does_not_read(served: Served) -> None:
+    """Its answer is made and waits in the server; the next one's turn comes meanwhile."""
+    link = socket_to(served)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    data = json.dumps({"prompt": ADD, "max_tokens": 1500, "ignore_eos": True, "stream": True, "logprobs": 5}).encode()
+    link.sendall(request_bytes(data))
+    assert link.recv(12) == b"HTTP/1.1 200"
+    assert served.ask("/v1/completions", body(1))["choices"][0]["text"]
+    link.close()
+
+
+def test_the_line_is_bounded_and_seen() -> None:
+    with Served("--max-queued-requests", "2") as small:
+        long = {"text": ADD, "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}}
+
+        async def crowd() -> None:
+            async with aiohttp.ClientSession() as session:
+                async with session.post(small.url + "/generate", json={**long, "stream": True}) as first:
+                    await first.content.readline()
+                    waiting = [
+                        asyncio.create_task(session.post(small.url + "/v1/completions", json=body(i))) for i in range(2)
+                    ]
+                    while (await (await session.get(small.url + "/get_load")).json())[0]["num_waiting_reqs"] < 2:
+                        await asyncio.sleep(0.01)
+                    async with session.post(small.url + "/v1/completions", json=body(0)) as refused:
+                        assert refused.status == 429 and refused.headers["Retry-After"]
+                        assert (await refused.json())["error"]["code"] == "queue_full"
+                    text = await (await session.get(small.url + "/metrics")).text()
+                    assert 'num_queue_reqs{model_name="pebble"} 2.0' in text
+                answers = await asyncio.gather(*waiting)  # the first one has left
+                assert [answer.headers["X-Queue-Position"] for answer in answers] == ["1", "2"]
+                assert all(float(answer.headers["X-Queue-Wait-Ms"]) > 0 for answer in answers)
+                assert all(answer.status == 200 for answer in answers)
+
+        asyncio.run(crowd())
+
+
+def test_a_deadline() -> None:
+    with Served("--request-timeout", "0.6") as strict:
+        long = {"prompt": ADD, "max_tokens": 3000, "ignore_eos": True}
+        status, _, found = strict.call("/v1/completions", long)
+        assert status == 504 and found["error"]["code"] == "deadline_exceeded"
+        events = list(strict.events("/v1/completions", long))
+        assert events[0]["choices"] and events[-1]["error"]["code"] == "deadline_exceeded"
+        assert strict.ask("/v1/completions", body(1, 4))["choices"][0]["text"]
+
+
+def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
+    with Served() as ending:
+        given = {"prompt": ADD, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        events = ending.events("/v1/completions", given)
+        next(events)
+        ending.process.send_signal(signal.SIGTERM)
+        assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
+        assert ending.process.wait(30) == 0
+
+
+def test_health_while_loading_and_after_the_engine_s_death() -> None:
+    with Served(ready=False) as young:
+        status, headers, found = young.call("/v1/completions", {"prompt": "a"})
+        assert status in (200, 503) and (status == 200 or (found["error"]["code"], headers["Retry-After"]))
+        young._line("ready:")
+        assert young.call("/health")[0] == 200
+        children = open(f"/proc/{young.process.pid}/task/{young.process.pid}/children").read().split()
+        engine = next(pid for pid in children if b"spawn_main" in open(f"/proc/{pid}/cmdline", "rb").read())
+        os.kill(int(engine), signal.SIGKILL)
+        assert young.process.wait(30) == 1
+    assert "the engine's process has ended" in "".join(young.said)
