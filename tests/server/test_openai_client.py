@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def test_generate_as_sglang_s_benchmark_asks(served: Served) -> None:
     events = list(served.events("/generate", body))
     counts = [event["meta_info"]["completion_tokens"] for event in events]
     assert counts == sorted(counts) and counts[-1] == 24 and len(set(counts)) == len(counts)
-    assert all(b["text"].startswith(a["text"]) for a, b in zip(events, events[1:])), "text is cumulative"
+    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(events)), "text is cumulative"
     assert [event["meta_info"]["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
     last = events[-1]["meta_info"]
     assert last["finish_reason"] == {"type": "length", "length": 24} and last["cached_tokens"] == 0
