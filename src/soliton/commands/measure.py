@@ -1,6 +1,7 @@
 """Measure a model on this machine. `soliton measure step MODEL`: one step beside the floor that its bytes set.
 `soliton measure ttft MODEL`: the time to the first token of a fresh prompt. `accept`: tokens a step on prompts.
-`compare`: ways of decoding beside each other, on the same prompts in one run: TPOT and accept length.
+`compare`: ways of decoding beside each other, on the same prompts in one run: TPOT and accept length. `serve`: TPOT
+through `soliton serve` beside that of the engine alone.
 Of a DSpark draft, `costs`: a step's time by verified rows, for --draft-costs; `calibration`: temperatures of its
 confidence head, for calibration.json beside it. Both into --out.
 
@@ -22,19 +23,20 @@ from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from . import common
 
-REPEATS = {"step": 30, "ttft": 7, "costs": 15}
+REPEATS = {"step": 30, "ttft": 7, "costs": 15, "serve": 12}
 # flags that belong to some of what can be measured
 ONLY = {
     "rows": ("step",),
     "simulate_accept": ("step",),
-    "prompts": ("accept", "compare", "calibration"),
-    "limit": ("accept", "compare", "calibration"),
+    "prompts": ("accept", "compare", "calibration", "serve"),
+    "limit": ("accept", "compare", "calibration", "serve"),
     "ways": ("compare",),
     "out": ("costs", "calibration"),
     "keep_repeating": ("accept", "compare"),
     "context": ("step", "ttft", "costs"),
-    "repeats": ("step", "ttft", "costs"),
+    "repeats": ("step", "ttft", "costs", "serve"),
 }
+ANSWERS = ("accept", "compare", "calibration", "serve")
 ANSWER_TOKENS = 128
 
 
@@ -51,7 +53,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens in the cache or the prompt; 8192, or as many as the model takes, when unset",
     )
     parser.add_argument(
-        "--repeats", type=int, metavar="N", help="timed steps, default 30 (costs: 15), or prompts, default 7"
+        "--repeats",
+        type=int,
+        metavar="N",
+        help="timed steps, default 30 (costs: 15), or prompts, default 7 (serve: 12)",
     )
     parser.add_argument(
         "--no-pdl", action="store_true", help="start each kernel when the one in front has ended, on a GPU"
@@ -85,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
         if given is not None and given is not False and args.what not in whose:
             belongs = " and ".join(f"measure {what}" for what in whose)
             raise ConfigError(f"--{flag.replace('_', '-')} belongs to {belongs}; leave it out")
-    if args.what in ONLY["prompts"] and not args.prompts:
+    if args.what in ONLY["prompts"] and args.what != "serve" and not args.prompts:
         raise ConfigError(f"measure {args.what} answers prompts: give --prompts FILE")
     config = common.config_given(args)
     params = common.sampling_given(args, temperature=0.0)
-    answers = args.what in ONLY["prompts"]
+    answers = args.what in ANSWERS
     for flag in ("stop", "prompt_logprobs", *(() if answers else ("max_tokens",))):
         if getattr(params, flag):
             raise ConfigError(f"--{flag.replace('_', '-')} changes nothing that is measured; leave it out")
@@ -186,6 +191,19 @@ def _compare(args: argparse.Namespace, config: EngineConfig, params: SamplingPar
     return "ways of decoding", as_table(report), {**report, "file": args.prompts}
 
 
+def _serve(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
+    from ..measure.serve import as_table, measure_serve
+
+    prompts = None
+    if args.prompts:
+        prompts, params = _answering(args, params)
+    elif params.max_tokens is None:
+        params = dataclasses.replace(params, max_tokens=ANSWER_TOKENS)
+    with common.bar("answering") as progress:
+        report = measure_serve(config, prompts, params, count=repeats, load=common.load, progress=progress)
+    return "the server beside the engine", as_table(report), {**report, "file": args.prompts}
+
+
 def _costs(args: argparse.Namespace, config: EngineConfig, params: SamplingParams, repeats: int) -> Found:
     from ..measure.costs import measure_costs
 
@@ -221,4 +239,5 @@ def _calibration(args: argparse.Namespace, config: EngineConfig, params: Samplin
 
 FUNCTIONS = {
     "step": _step, "ttft": _ttft, "accept": _accept, "compare": _compare, "costs": _costs, "calibration": _calibration,
+    "serve": _serve,
 }  # fmt: skip

@@ -1,0 +1,153 @@
+"""What a server costs beside the engine alone: the same prompts, in turns, both loaded on one machine.
+
+TPOT is the time from an answer's first tokens to its last over the tokens after the first, as the reader of the
+engine's stream sees it in this process, and as a client of `soliton serve` sees it on a socket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ..binder import settings
+from ..config import EngineConfig
+from ..engine import Engine
+from ..errors import ConfigError
+from ..sampling.params import SamplingParams
+from .about import commit, device_name, driver, sampling_words
+from .doctor import versions
+
+LEAST = 8  # tokens after the first that a time needs
+Load = Callable[[EngineConfig], Any]
+
+
+@contextmanager
+def serving(config: EngineConfig) -> Iterator[str]:
+    """`soliton serve` of this config on a free port: its address once it is ready."""
+    command = [sys.executable, "-m", "soliton", "serve", "--port", "0"]
+    for leaf in settings(EngineConfig):
+        value = getattr(config, leaf.key)
+        if value is not None and value != leaf.default:
+            command += [leaf.flags[0], str(value)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stderr is not None
+        said, url = [], ""
+        for line in process.stderr:
+            said.append(line.strip())
+            url = line.split()[0] if line.startswith("http://") else url
+            if line.startswith("ready:"):
+                break
+        else:
+            raise ConfigError(f"the server did not start: {' '.join(said)}")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+        process.stderr.close()  # type: ignore[union-attr]
+
+
+def prompts_for(engine: Engine, prompts: Sequence[Any] | None, count: int) -> list[list[int]]:
+    """Token ids of the prompts, or of ``count`` made ones."""
+    if prompts is not None:
+        return [engine.encode(prompt) for prompt in prompts]
+    vocab = engine.checkpoint.spec.vocab
+    return [[(7919 * i + 31 * j) % vocab for j in range(64)] for i in range(count)]
+
+
+def measure_serve(
+    config: EngineConfig,
+    prompts: Sequence[Any] | None,
+    params: SamplingParams,
+    *,
+    count: int,
+    load: Load,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Medians and quartiles of TPOT in µs of both, and of their ratio by prompt. ``different``: greedy answers that
+    were not the same tokens. ConfigError where too few answers are long enough."""
+    with load(config) as engine, serving(config) as url:
+        given = prompts_for(engine, prompts, count)
+        asked = dataclasses.replace(params, ignore_eos=True)
+        fields = {k: v for k, v in dataclasses.asdict(asked).items() if v is not None and k != "n"}
+        rows, different = [], 0
+        for place, ids in enumerate([given[0], *given]):
+            progress(place, len(given) + 1)
+            ways = [lambda: _alone(engine, ids, asked), lambda: _through(url, ids, fields)]  # noqa: B023 - called here
+            one, two = [way() for way in ways] if place % 2 else [way() for way in ways[::-1]][::-1]
+            different += one[0] != two[0]
+            if place and one[1] is not None and two[1] is not None:  # the first warms both
+                rows.append((one[1], two[1]))
+        progress(len(given) + 1, len(given) + 1)
+        if len(rows) < 2:
+            raise ConfigError(f"{len(rows)} answers were long enough to time: give more prompts or a higher max_tokens")
+        resolved = asked.resolve({}, vocab=engine.checkpoint.spec.vocab)
+        runtime = engine._ready()
+        return {
+            "model": engine.checkpoint.name, "speculation": engine.config.speculation,
+            "drafts": engine.config.speculative_num_steps or 0, "dtype": engine.config.dtype,
+            "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "answers": len(rows),
+            "device": device_name(runtime.parts.device), "different": different if resolved.greedy else None,
+            "engine_us": _spread([1e6 * a for a, _ in rows], 1), "server_us": _spread([1e6 * b for _, b in rows], 1),
+            "ratio": _spread([b / a for a, b in rows], 4), "commit": commit(), "versions": versions(),
+            "driver": driver(),
+        }  # fmt: skip
+
+
+def _alone(engine: Engine, ids: list[int], params: SamplingParams) -> tuple[list[int], float | None]:
+    found: list[int] = []
+    marks = []
+    for piece in engine.stream(ids, params):
+        found += piece.token_ids
+        marks.append((time.perf_counter(), len(found)))
+    return found, _tpot(marks)
+
+
+def _through(url: str, ids: list[int], fields: dict[str, Any]) -> tuple[list[int], float | None]:
+    body = {"input_ids": ids, "stream": True, "sampling_params": fields}
+    request = urllib.request.Request(url + "/generate", json.dumps(body).encode())
+    marks, last = [], b""
+    with urllib.request.urlopen(request) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                marks.append((time.perf_counter(), line))
+                last = line
+    found = json.loads(last[6:])
+    if "error" in found:
+        raise ConfigError(f"the server refused: {found['error']['message']}")
+    counted = [(at, json.loads(line[6:])["meta_info"]["completion_tokens"]) for at, line in marks]
+    return found["output_ids"], _tpot(counted)
+
+
+def _tpot(marks: Sequence[tuple[float, int]]) -> float | None:
+    if not marks or marks[-1][1] - marks[0][1] < LEAST:
+        return None
+    return (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
+
+
+def _spread(values: Sequence[float], digits: int) -> dict[str, float]:
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": round(middle, digits), "q1": round(low, digits), "q3": round(high, digits)}
+
+
+def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rows of two words for a terminal."""
+
+    def words(of: dict[str, float], unit: str) -> str:
+        return f"{of['median']:g}{unit} ({of['q1']:g} to {of['q3']:g})"
+
+    return [
+        ("model", f"{report['model']}, {report['speculation']}, {report['sampling']}, on {report['device']}"),
+        ("answers", f"{report['answers']} timed, {report['different'] or 0} with other tokens"),
+        ("engine alone", f"TPOT {words(report['engine_us'], ' µs')}"),
+        ("through the server", f"TPOT {words(report['server_us'], ' µs')}"),
+        ("ratio", words(report["ratio"], "")),
+    ]
