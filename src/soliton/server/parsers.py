@@ -278,7 +278,7 @@ class MessageParser:
         """To where a tag leads inside a call."""
         self._stray = False
         if tag == KEY:
-            self._key, self._key_parts = None, []
+            self._key_parts = []
             self._state = self._in_key
         elif tag in (KEY_END, VALUE_END):
             self._state = self._in_body
