@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from soliton.engine import Engine
+from soliton.prompt import encode
 
 DATA = Path(__file__).parents[1] / "data" / "protocol"
 TEMPLATE = (DATA / "chat_template.jinja").read_text(encoding="utf-8")
@@ -26,8 +26,7 @@ def prompt_of(case: dict[str, Any], **changes: Any) -> str:
     chat = {**given["chat_template_kwargs"], "add_generation_prompt": given["add_generation_prompt"]}
     if "tools" in given:
         chat["tools"] = given["tools"]
-    engine = object.__new__(Engine)  # nothing loaded: rendering is all that is asked of it
-    ids, boundary = engine._render(checkpoint, given["messages"], chat)
+    ids, boundary = encode(checkpoint, given["messages"], chat)
     assert 0 <= boundary <= len(ids)
     return "".join(map(chr, ids))
 
