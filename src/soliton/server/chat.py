@@ -95,7 +95,7 @@ class Chat(Writer):
         for place, (answer, reading) in enumerate(zip(self._answers, self._readings)):
             found = message_of(reading.deltas)
             message: dict[str, Any] = {
-                "role": "assistant", "content": found["content"] or (None if found["tool_calls"] else ""),
+                "role": "assistant", "content": _content(found),
                 "reasoning_content": found["reasoning_content"] or None, "tool_calls": None, "refusal": None,
             }  # fmt: skip
             if found["tool_calls"]:
@@ -191,6 +191,12 @@ class Chat(Writer):
         tokenizer = self._tokenizer
         data = list(tokenizer.token_bytes(token)) if tokenizer is not None else []
         return {"token": token_text(self._service.checkpoint, token), "logprob": value, "bytes": data}
+
+
+def _content(found: dict[str, Any]) -> str | None:
+    """The content to the letter, but null where it is nothing but the white space around calls."""
+    text: str = found["content"]
+    return None if found["tool_calls"] and not text.strip() else text
 
 
 def _id_of(tokenizer: Tokenizer | None, token: str) -> int | None:
