@@ -20,7 +20,7 @@ from ..errors import ConfigError, RequestError
 from ..sampling.params import SamplingParams
 from ..speculation.schedule import Calibration
 from ..speculation.verify import ROLLING
-from .calibrate import calibration_error, fit
+from .calibrate import FINE, calibration_error, fit
 
 
 @dataclass(kw_only=True)
@@ -147,8 +147,8 @@ def calibrate(
         "dataset": dataset, "temperature": 0.0 if params.temperature is None else params.temperature,
         "model": engine.checkpoint.name, "draft": drafter.spec.name,
     }  # fmt: skip
-    whole = fit(logits, accepted, **record)  # type: ignore[arg-type]
-    fitted = [fit(half.logits, half.accepted, **record) for half in halves]  # type: ignore[arg-type]
+    whole = fit(logits, accepted, grid=FINE, **record)  # type: ignore[arg-type]
+    fitted = [fit(half.logits, half.accepted, grid=FINE, **record) for half in halves]  # type: ignore[arg-type]
     happened = torch.tensor(accepted).unsqueeze(1) > torch.arange(len(logits[0]))
 
     def error(first: Sequence[float], second: Sequence[float]) -> tuple[float, ...]:

@@ -14,10 +14,11 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..speculation.schedule import Calibration
 
-__all__ = ["BINS", "GRID", "Calibration", "calibration_error", "fit"]
+__all__ = ["BINS", "FINE", "GRID", "Calibration", "calibration_error", "fit"]
 
 # SGLang's: 41 temperatures from 0.1 to 10 at equal ratios, with 1 in the middle; 15 bins.
 GRID = tuple(10 ** (i / 20 - 1) for i in range(41))
+FINE = tuple(10 ** (i / 100 - 1) for i in range(201))  # what tens of thousands of rounds can tell apart
 BINS = 15
 
 
