@@ -86,3 +86,13 @@ class Served:
                         return
                     yield json.loads(line[6:])
         raise AssertionError("the stream ended without [DONE]")
+
+
+def post(url: str, body: Any, timeout: float = 120) -> tuple[int, Any]:
+    """(status, body) of one request anywhere."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(errors="replace")

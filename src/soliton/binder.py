@@ -26,6 +26,7 @@ ENV_PREFIX = "SOLITON_"
 OTHER_VARIABLES = {
     "SOLITON_COMMIT": "The commit that a measurement names, where the source is no git clone.",
     "SOLITON_SHARED": "Tests: the directory that holds `conformance/`; `shared` beside the repository when unset.",
+    "SOLITON_SMG": "Tests: the executable of the router `smg`; found on the path when unset.",
     "SOLITON_TEST_THREADS": "Tests: torch threads; 2 when unset.",
 }
 TABLES = ("server",)  # of a file, that belong to another class than the engine's

@@ -1,4 +1,4 @@
-"""Requests made from the OpenAPI description, good ones and bad ones: every answer is one that the description names."""
+"""Requests made from the OpenAPI description, good and bad: every answer is one that the description names."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+
 from serving import Served
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install schemathesis")
