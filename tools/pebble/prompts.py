@@ -147,8 +147,8 @@ Kinds: {", ".join(f"{v} {k}" for k, v in COUNTS.items())}. A `function` prompt e
 a `middle` prompt inside a body, a `docs` prompt inside prose. Text prompts have 40 to 300 tokens.
 Made by `tools/pebble/prompts.py`.
 
-`calibration.jsonl.gz` has 2400 more prompts of the same packages, cut elsewhere: many rounds are needed to see how well a
-draft's confidences are calibrated. Made by `tools/pebble/draft_prompts.py make --held-out --count 2400`.
+`calibration.jsonl.gz` has 2400 more prompts of the same packages, cut elsewhere: many rounds are needed to see how
+well a draft's confidences are calibrated. Made by `tools/pebble/draft_prompts.py make --held-out --count 2400`.
 
 The excerpts stay under the licences of their packages:
 
