@@ -37,6 +37,12 @@ STATUS: dict[type[BaseException], tuple[int, str, str | None]] = {  # status, Op
     EngineLost: (503, "server_error", "engine_lost"),
 }
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+FILES = ("index.html", "app.js", "style.css", "icon.svg")
+# the page asks nobody but this server, runs no text of an answer as a script, and stands in no frame
+PAGE = {
+    **HEADERS, "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}  # fmt: skip
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -164,8 +170,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def page(request: web.Request) -> web.StreamResponse:
-    """GET /"""
-    return web.FileResponse(Path(__file__).parent / "static" / "index.html", headers=HEADERS)
+    """GET / and /static/NAME"""
+    name = request.match_info.get("name", "index.html")
+    if name not in FILES:
+        raise web.HTTPNotFound
+    return web.FileResponse(Path(__file__).parent / "static" / name, headers=PAGE)
 
 
 def application(service: Service) -> web.Application:
@@ -185,7 +194,7 @@ def application(service: Service) -> web.Application:
 
     routes.append(web.get("/openapi.json", describe))
     if service.config.page:
-        routes += [web.get("/", page), web.static("/static", Path(__file__).parent / "static")]
+        routes += [web.get("/", page), web.get("/static/{name}", page)]
     app.add_routes(routes)
     return app
 
