@@ -32,7 +32,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """How a request went. ttft_s: start to first token; tpot_s: mean time of the later tokens, None with fewer than
-    two; accept_lengths: new tokens of every step (the bonus token counts), the first being the prompt's own."""
+    two; accept_lengths: new tokens of every step (the bonus token counts), the first being the prompt's own; grammar:
+    the field of SamplingParams that gave one (the depth is 0 then)."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,6 +42,7 @@ class Stats:
     tpot_s: float | None
     accept_lengths: tuple[int, ...]
     run_ahead_depth: int
+    grammar: str | None = None
 
     @property
     def accept_length(self) -> float | None:
@@ -346,16 +348,13 @@ class Engine:
         try:
             self._ready()  # closed since the stream was made?
             for block in answer.run(self._abort.is_set):
-                if block.finish_reason is None:
-                    yield Piece(token_ids=block.token_ids, text=block.text, logprobs=block.logprobs)
-                else:
-                    yield Piece(
-                        token_ids=block.token_ids,
-                        text=block.text,
-                        logprobs=block.logprobs,
-                        finish_reason=block.finish_reason,
-                        stats=_stats(answer, started),
-                    )
+                yield Piece(
+                    token_ids=block.token_ids,
+                    text=block.text,
+                    logprobs=block.logprobs,
+                    finish_reason=block.finish_reason,
+                    stats=None if block.finish_reason is None else _stats(answer, started),
+                )
             clean = True
         except GeneratorExit:
             clean = True  # the reader left between two steps
@@ -397,4 +396,5 @@ def _stats(answer: Answer, started: float) -> Stats:
         tpot_s=(last - first) / (count - 1) if count > 1 else None,
         accept_lengths=tuple(answer.accept_lengths),
         run_ahead_depth=answer.depth,
+        grammar=None if answer.params.grammar is None else answer.params.grammar.kind,
     )
