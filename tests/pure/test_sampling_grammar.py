@@ -233,6 +233,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a word": ({"json_object": "yes"}, "json_object", "must be true or false"),
     "open group": ({"regex": "a("}, "regex", "unclosed group"),
     "a number": ({"regex": 5}, "regex", "must be a string"),
+    "nought": ({"regex": 0}, "regex", "must be a string"),
     "no rules": ({"ebnf": "hello"}, "ebnf", "cannot be followed"),
     "unknown rule": ({"ebnf": "start: a"}, "ebnf", "unknown name"),
     "a marker alone": ({"grammar_after": 5}, "grammar_after", "there is no grammar"),

@@ -40,7 +40,7 @@ def asked(params: SamplingParams) -> Grammar | None:
     """The grammar of a request, or None; RequestError for one that can be refused without knowing the model."""
     if not isinstance(params.json_object, bool):
         raise RequestError(f"json_object must be true or false, not {params.json_object!r}", param="json_object")
-    given = [kind for kind in KINDS if getattr(params, kind) not in (None, False)]
+    given = [kind for kind in KINDS if getattr(params, kind) is not None and getattr(params, kind) is not False]
     after = params.grammar_after
     if not given:
         if after is not None:

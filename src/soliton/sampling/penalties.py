@@ -70,8 +70,9 @@ def process(
 def restrict(logits: Tensor, masks: Tensor) -> Tensor:
     """logits [R, V] float32 with -inf where masks, int32 [R, ceil(V / 32)], has no bit: a new tensor. Bit t % 32 of
     word t // 32 is token t."""
-    bits = masks.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=masks.device)
-    return logits.masked_fill((bits & 1 == 0).flatten(1)[:, : logits.shape[1]], float("-inf"))
+    bit = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)  # of bytes: four times less to write than words
+    taken = (masks.view(torch.uint8).unsqueeze(-1) & bit) == 0
+    return logits.masked_fill(taken.flatten(1)[:, : logits.shape[1]], float("-inf"))
 
 
 def commit_counts(counts: Tensor, tokens: Tensor, n_accepted: Tensor) -> None:
