@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,18 @@ class Drawn:
     draft: Tensor | None
 
 
+Allowed = Callable[[Sequence[int]], Collection[int]]
+
+
+def confined(logits: Tensor, tokens: Collection[int]) -> Tensor:
+    """Logits [V] with -inf for all but ``tokens``; as they are where there are none."""
+    if not tokens:
+        return logits
+    out = torch.full_like(logits, float("-inf"))
+    out[list(tokens)] = logits[list(tokens)]
+    return out
+
+
 class Spy:
     """Keeps what the verdicts of a request saw: per output token, the draft's law at its row."""
 
@@ -62,7 +74,16 @@ class Spy:
         monkeypatch.setattr(accept, "sampled_chain", seen)
 
 
-def walk(tried: Engine, spy: Spy | None, values: dict[str, Any], *, tokens: int, seeds: range) -> Iterator[Drawn]:
+def walk(
+    tried: Engine,
+    spy: Spy | None,
+    values: dict[str, Any],
+    *,
+    tokens: int,
+    seeds: range,
+    allowed: Allowed = lambda _: (),
+) -> Iterator[Drawn]:
+    """``allowed``: the tokens to which a grammar confines the one after an answer so far; none where there is none."""
     judge = h.engine(h.nano() if tried.checkpoint.spec.vocab == 64 else h.micro(), max_context=2048, speculation="off")
     for seed in seeds:
         params = SamplingParams(max_tokens=tokens, seed=seed, ignore_eos=True, **values)
@@ -71,7 +92,7 @@ def walk(tried: Engine, spy: Spy | None, values: dict[str, Any], *, tokens: int,
         ids = tried.generate(PROMPT, params).token_ids
         logits = judge.logits(PROMPT + ids)[len(PROMPT) - 1 : -1]
         for place, token in enumerate(ids):
-            exact = h.exact_law(logits[place], params, PROMPT, ids[:place])
+            exact = h.exact_law(confined(logits[place], allowed(ids[:place])), params, PROMPT, ids[:place])
             yield Drawn(token, exact, spy.drafts[place] if spy is not None else None)
 
 

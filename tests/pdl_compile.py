@@ -94,6 +94,7 @@ KERNELS: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             "*fp32 *fp32 *i32 *u8 *fp32 *fp32 *fp32 *fp32 *i64 *i64 *u8 *i64 *i64 i32 i32 i32",
             {"DRAFTS": 5, "CHUNK": 2048},
         ),
+        "_restrict": ("*fp32 *fp32 *i32 *i64 i32 i32 i32 i32", {"CHUNK": 2048}),
         "_choose": ("*i64 *fp32 *i32 i32", {"SPLITS": 64}),
         "_chain_row": ("*i64 *i64 *fp32 *i64 *i64 *fp32 i32", {"WIDTH": 64, "TURNED": True}),
         "_extend": ("*i64 *i64 *i64 *i64", BLOCKS),

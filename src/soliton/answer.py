@@ -87,7 +87,8 @@ class Answer:
     def __init__(self, runtime: Runtime, prompt: Sequence[int], params: Resolved, boundary: int, room: int) -> None:
         self._runtime, self.prompt, self.params, self._boundary = runtime, list(prompt), params, boundary
         self._limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        self.depth = runtime.loop.depth
+        self._matcher = runtime.matcher(params)
+        self.depth = runtime.loop.depth if self._matcher is None else 0
         self.cached_tokens = 0
         self.emitted = 0
         self.accept_lengths: list[int] = []
@@ -103,7 +104,9 @@ class Answer:
     def run(self, aborted: Callable[[], bool]) -> Iterator[Block]:
         """Yield blocks; exactly the last has a finish reason. ``finish`` must be called afterwards, come what may."""
         runtime, params = self._runtime, self.params
-        if self._limit >= 1:  # before the prompt: its copies to a GPU would wait until that has been read
+        if self._limit >= 1:
+            program = runtime.program(params)  # first: where it has to be made, it leaves nothing of what is there
+            # before the prompt: its copies to a GPU would wait until that has been read
             with torch.inference_mode():
                 begin(runtime.relay, params, prompt=self.prompt, limit=self._limit)
         if not self._read_prompt(aborted):
@@ -112,10 +115,13 @@ class Answer:
         if self._limit < 1:
             yield Block(token_ids=(), text="", logprobs=None, finish_reason="length")
             return
-        program = runtime.program(params)
         cutter = Cutter(runtime.checkpoint.tokenizer, params)
         steps = runtime.loop.run(
-            program, limit=self._limit, top_logprobs=params.logprobs, after_launch=self._after_launch
+            program,
+            limit=self._limit,
+            top_logprobs=params.logprobs,
+            after_launch=self._after_launch,
+            guide=self._matcher,
         )
         self._running = True
         for step in steps:
@@ -218,15 +224,18 @@ class Answer:
 
     def _block(self, step: StepOutput, cutter: Cutter) -> Block:
         now = time.perf_counter()
-        kept, text, matched = cutter.push(step.tokens)
+        end = None if self._matcher is None else self._matcher.advance(step.tokens)
+        kept, text, matched = cutter.push(step.tokens[:end])  # a grammar's end token has no text
         reason: str | None = None
         if matched:
             reason, self._cut = "stop", True
-        elif step.reason:
-            self._ended = True
+        elif step.reason or end is not None:
+            if end is not None:
+                kept = end + 1
+            self._ended = bool(step.reason) and kept == len(step.tokens)
             rest, matched = cutter.flush()
             text += rest
-            reason = "stop" if step.reason == STOPPED or matched else "length"
+            reason = "stop" if step.reason == STOPPED or matched or end is not None else "length"
         self.emitted += kept
         self.accept_lengths.append(kept)
         if kept:

@@ -27,7 +27,8 @@ from .sampling.params import SamplingParams
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """How a request went. ttft_s: start to first token; tpot_s: mean time of the later tokens, None with fewer than
-    two; accept_lengths: new tokens of every step (the bonus token counts), the first being the prompt's own."""
+    two; accept_lengths: new tokens of every step (the bonus token counts), the first being the prompt's own; grammar:
+    the field of SamplingParams that gave one (the depth is 0 then)."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -36,6 +37,7 @@ class Stats:
     tpot_s: float | None
     accept_lengths: tuple[int, ...]
     run_ahead_depth: int
+    grammar: str | None = None
 
     @property
     def accept_length(self) -> float | None:
@@ -308,4 +310,5 @@ def _stats(answer: Answer, started: float) -> Stats:
         tpot_s=(last - first) / (count - 1) if count > 1 else None,
         accept_lengths=tuple(answer.accept_lengths),
         run_ahead_depth=answer.depth,
+        grammar=None if answer.params.grammar is None else answer.params.grammar.kind,
     )

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,12 +29,13 @@ from .ops.runs import VECTOR
 from .ops.select import Choice, choose
 from .ops.select import Facts as OpFacts
 from .plan import MemoryPlan, make_plan
+from .sampling.grammar import Grammars, Matcher
 from .sampling.params import Resolved, SamplingParams
 from .speculation.verify import Mode
 from .step.executor import EagerExecutor, Executor, GraphExecutor
 from .step.loop import Loop
 from .step.prefill import Prefill
-from .step.program import Parts, Program, build
+from .step.program import Parts, Program, build, guided
 from .step.relay import Relay
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,6 +57,7 @@ class Runtime:
     loop: Loop
     prefill: Prefill
     tree: CheckpointTree
+    guided: dict[Mode, Program] = field(default_factory=dict)
 
     @property
     def stream(self) -> Stream:
@@ -72,9 +75,28 @@ class Runtime:
         return where.has_kernels(self.parts.device)
 
     def program(self, params: Resolved) -> Program:
-        """The variant of the step that serves a request. On a GPU the one with processors also logs."""
+        """The variant of the step that serves a request. On a GPU the one with processors also logs.
+
+        Variants within a grammar are made, and captured, when a request first needs one: few engines do, and at load
+        they would double the captures. That leaves nothing of what relay and stream held."""
         processors = params.processors or (self.on_gpu and params.logprobs is not None)
-        return self.programs[Mode(sampled=not params.greedy, processors=processors)]
+        plain = self.programs[Mode(sampled=not params.greedy, processors=processors)]
+        if params.grammar is None:
+            return plain
+        if plain.mode not in self.guided:
+            self.guided[plain.mode] = guided(self.parts, plain)
+            self.loop.executor.capture([self.guided[plain.mode]])
+        return self.guided[plain.mode]
+
+    def matcher(self, params: Resolved) -> Matcher | None:
+        """What keeps a request's answer in its grammar, or None; refusals are Grammars.matcher's."""
+        return None if params.grammar is None else self._grammars.matcher(params)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        checkpoint = self.checkpoint
+        text = None if checkpoint.tokenizer is None else checkpoint.tokenizer.json()
+        return Grammars(checkpoint.name, text, checkpoint.spec.vocab, checkpoint.eos_ids)
 
     def hold_threads(self) -> None:
         """Go back to the engine's thread count, with which its bits were made, if somebody changed torch's."""

@@ -220,6 +220,24 @@ def test_processors(seed: int) -> None:
     assert torch.equal(one, alone)
 
 
+@pytest.mark.parametrize("vocab", [90, 96, 5000])
+def test_masks(vocab: int) -> None:
+    """Of raw logits into rows of their own, and in place; rows that are not live stay as they are."""
+    from soliton.ops import verdict_triton as kernels
+    from soliton.sampling import penalties
+
+    torch.manual_seed(vocab)
+    logits = torch.randn(4, vocab + 6)
+    masks = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32)), dtype=torch.int32)
+    want = penalties.restrict(logits[:, :vocab], masks)
+    out = torch.full((4, vocab), 7.0)
+    kernels.restrict(out, logits, masks, torch.tensor([3]))
+    assert torch.equal(out[:3], want[:3]) and bool((out[3] == 7.0).all())
+    own = logits[:, :vocab].clone()
+    kernels.restrict(own, own, masks, torch.tensor([4]))
+    assert torch.equal(own, want)
+
+
 def test_between_the_forwards_of_a_chain() -> None:
     from soliton.ops import verdict_triton as kernels
     from soliton.speculation import nextn

@@ -4,6 +4,7 @@ Triton's interpreter, attention and the law as torch code."""
 from __future__ import annotations
 
 import importlib
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -181,6 +182,24 @@ def test_float32_routers_and_head(emulated: None, case: Path, steps: int) -> Non
         assert sum(e.op == "linear" for phase in program.phases for e in phase.tape.entries) >= 3
         got = made.generate(prompt(), PARAMS[0])
     assert got.token_ids == KEPT.get(0, got.token_ids)
+
+
+@pytest.mark.parametrize(("which", "steps"), [(0, (0, 3)), (1, (0,))])
+def test_a_grammar(emulated: None, which: int, steps: tuple[int, ...]) -> None:
+    """Masks of the host before the verdict, on raw logits and on processed ones."""
+    pytest.importorskip("llguidance")
+    path, found = Path(soliton.pebble.path()), []
+    params = replace(PARAMS[which], regex="([a-m]+[0-9][ ,.])*", max_tokens=10)
+    for count in steps:
+        drafts = {"speculation": "nextn", "speculative_num_steps": count} if count else {"speculation": "off"}
+        with engine(path, **drafts) as made:
+            program = made._ready().program(params.resolve({}, vocab=4096, eos_ids=(1, 0)))
+            (verdict,) = (phase.tape for phase in program.phases if phase.name == "verdict")
+            assert [e.op for e in verdict.entries].count("grammar") == 1
+            found.append(made.generate(prompt(), params))
+    for one in found:
+        assert one.token_ids == found[0].token_ids and len(one.token_ids) == 10
+        assert re.fullmatch("([a-m]+[0-9][ ,.])*([a-m]+[0-9]?)?", one.text)
 
 
 KEPT: dict[int, list[int]] = {}

@@ -115,7 +115,7 @@ class TestSamplingFlags:
         words = shlex.split(
             "--max-new-tokens 9 --temperature 0.5 --top-p 0.9 --logprobs 2 --presence-penalty 1 --frequency-penalty -1 "
             "--logit-bias 3=1.5,4=-2 --top-k 5 --min-p 0.1 --repetition-penalty 1.1 --min-tokens 2 --ignore-eos "
-            "--stop-token-ids 7,8 --no-skip-special-tokens --prompt-logprobs 0"
+            "--stop-token-ids 7,8 --no-skip-special-tokens --prompt-logprobs 0 --regex a+ --grammar-after 6"
         )
         assert common.sampling_given(parsed("m", "p", *words, "--stop", "a b", "--stop", "c")) == SamplingParams(
             max_tokens=9,
@@ -134,7 +134,16 @@ class TestSamplingFlags:
             stop_token_ids=[7, 8],
             skip_special_tokens=False,
             prompt_logprobs=0,
+            regex="a+",
+            grammar_after=6,
         )
+
+    @pytest.mark.parametrize(
+        ("words", "field", "value"),
+        [("--json-schema {}", "json_schema", "{}"), ("--json-object", "json_object", True), ("--ebnf x", "ebnf", "x")],
+    )
+    def test_grammars(self, words: str, field: str, value: object) -> None:
+        assert getattr(common.sampling_given(parsed("m", "p", *words.split())), field) == value
 
     def test_flags_over_a_commands_own_defaults(self) -> None:
         params = common.sampling_given(parsed("--temperature", "1"), temperature=0.0, max_tokens=96)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soliton.sampling import accept, law, logprobs, penalties, philox
+from soliton.sampling.grammar import words
 
 
 class NoHostCopies(TorchDispatchMode):
@@ -31,6 +32,7 @@ def buffers(rows, vocab):
         "logits": new(rows, vocab), "scalar": new(1), "count": new(1, **i), "draft": new(rows - 1, **i),
         "probs": new(rows, vocab), "q": new(rows - 1, vocab), "u": new(rows - 1), "chosen": new(rows, **i),
         "counts": new(vocab, dtype=torch.int32), "mask": new(vocab, dtype=torch.bool), "bias": new(vocab),
+        "words": new(rows, words(vocab), dtype=torch.int32),
     }  # fmt: skip
 
 
@@ -50,6 +52,7 @@ CALLS = {
     "greedy_chain": lambda b: accept.greedy_chain(b["chosen"], b["draft"], b["count"]),
     "sampled_chain": lambda b: accept.sampled_chain(b["probs"], b["q"], b["draft"], b["count"], b["u"], b["scalar"]),
     "greedy_draft": lambda b: accept.sampled_chain(b["probs"], None, b["draft"], b["count"], b["u"], b["scalar"]),
+    "restrict": lambda b: penalties.restrict(b["logits"], b["words"]),
     "gather": lambda b: logprobs.gather(b["logits"], b["chosen"]),
 }  # fmt: skip
 

@@ -78,6 +78,10 @@ class Tokenizer:
             # An added token with characters outside the byte alphabet (a space, say) stands for its own text.
             return token.encode("utf-8")
 
+    def json(self) -> str:
+        """The file's text, without padding and truncation."""
+        return self._inner.to_str()
+
     def stream(self, skip_special: bool = True) -> Detokeniser:
         """A fresh incremental decoder."""
         return Detokeniser(self, skip_special)

@@ -42,6 +42,11 @@ HELP = {
     "stop_token_ids": "token ids that end the answer, as 1,2,3",
     "skip_special_tokens": "leave special tokens out of the text",
     "prompt_logprobs": "log-probabilities of the prompt's tokens with N alternatives each",
+    "json_schema": "the answer is JSON that this schema, itself JSON, allows",
+    "json_object": "the answer is a JSON object",
+    "regex": "the whole answer matches this regular expression",
+    "ebnf": "the answer follows these rules, in Lark's or GBNF's notation",
+    "grammar_after": "what the answer has to be begins behind this token id",
 }
 _PREFIX = "sampling."
 
@@ -82,7 +87,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         if kinds == {bool}:
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, **common)
         elif str in kinds:
-            group.add_argument(*flags, action="append", metavar="TEXT", **common)
+            action = "append" if item.name == "stop" else "store"
+            group.add_argument(*flags, action=action, metavar="TEXT", **common)
         elif int in kinds or float in kinds:
             kind = float if float in kinds else int
             group.add_argument(*flags, type=kind, metavar="N" if kind is int else "X", **common)
@@ -227,9 +233,10 @@ def accept(stats: Stats) -> str:
 def status(stats: Stats, reason: str) -> str:
     """One line on how a request went."""
     tpot = "TPOT -" if stats.tpot_s is None else f"TPOT {stats.tpot_s * 1e3:.2f} ms"
+    within = "" if stats.grammar is None else f"{stats.grammar} · "
     return (
         f"TTFT {stats.ttft_s * 1e3:.1f} ms · {tpot} · {rate(stats)} · {accept(stats)} · "
-        f"run-ahead {stats.run_ahead_depth} · cached {stats.cached_tokens} of {stats.prompt_tokens} · {reason}"
+        f"run-ahead {stats.run_ahead_depth} · {within}cached {stats.cached_tokens} of {stats.prompt_tokens} · {reason}"
     )
 
 

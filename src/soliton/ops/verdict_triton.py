@@ -277,6 +277,30 @@ def process(
 
 
 @triton.jit
+def _restrict(out, logits, masks, live, V, ld, to, W, CHUNK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    inside = at < V
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    if row < tl.load(live):
+        x = tl.load(logits + row * ld + at, mask=inside, other=0.0)
+        word = tl.load(masks + row * W + at // 32, mask=inside, other=0)
+        tl.store(out + row * to + at, tl.where((word >> at % 32) & 1 != 0, x, float("-inf")), mask=inside)
+
+
+def restrict(out: Tensor, logits: Tensor, masks: Tensor, live: Tensor) -> None:
+    """out[R, V] float32: sampling.penalties.restrict of logits[R, >= V], which out may be, to masks int32
+    [R, ceil(V / 32)]. live: int64 [1], rows beyond it are left as they are."""
+    rows, vocab = out.shape
+    _restrict[(rows, triton.cdiv(vocab, 2048))](
+        out, logits, masks, live, vocab, logits.stride(0), out.stride(0), masks.stride(0), CHUNK=2048, PDL=chained(),
+        num_warps=4, launch_pdl=chained(),
+    )  # fmt: skip
+
+
+@triton.jit
 def _chain_row(
     ids, positions, turned, tokens, length, turn, j, WIDTH: tl.constexpr, TURNED: tl.constexpr, PDL: tl.constexpr
 ):

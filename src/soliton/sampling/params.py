@@ -16,6 +16,8 @@ from typing import Any
 
 from soliton.errors import CheckpointError, RequestError, nearest
 
+from .grammar import Grammar, asked
+
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 MAX_STOP_STRINGS = 16
 LARGEST = 1e30  # of any number: well inside float32, in which a step works
@@ -56,6 +58,7 @@ class Resolved:
     skip_special_tokens: bool
     logprobs: int | None  # None: off; else how many alternatives (0: the chosen token alone)
     prompt_logprobs: int | None  # as logprobs, for the prompt's tokens
+    grammar: Grammar | None  # what the answer has to be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,11 @@ class SamplingParams:
     ``max_new_tokens`` and ``min_new_tokens`` are SGLang's names for ``max_tokens`` and ``min_tokens`` and are folded
     into them. ``logprobs`` is true or false with ``top_logprobs`` alternatives (chat), or a number of alternatives
     (completions); so is ``prompt_logprobs``. ``max_tokens=0`` is for scoring a prompt and needs ``prompt_logprobs``.
+
+    A grammar is one of ``json_schema`` (an object or its text), ``json_object`` (any JSON object), ``regex`` (of the
+    whole answer) and ``ebnf`` (Lark or GBNF). The answer then ends where the grammar does, also with ``ignore_eos``,
+    which keeps it going while the grammar can. ``grammar_after``: a token id, such as that of ``</think>``, behind
+    whose first occurrence in the answer the grammar begins; before it anything may come.
     """
 
     max_tokens: int | None = None
@@ -86,6 +94,11 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     prompt_logprobs: bool | int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar_after: int | None = None
     max_new_tokens: InitVar[int | None] = None
     min_new_tokens: InitVar[int | None] = None
 
@@ -147,6 +160,8 @@ class SamplingParams:
         _stop_strings(self.stop)
         self._own_stops(vocab)
         _bias({} if self.logit_bias is None else self.logit_bias, vocab)
+        _ids("grammar_after", () if self.grammar_after is None else (self.grammar_after,), vocab)
+        asked(self)
 
     def _own_stops(self, vocab: int | None) -> tuple[int, ...]:
         return _ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids, vocab)
@@ -204,6 +219,12 @@ class SamplingParams:
                 "first; leave one out of stop_token_ids",
                 param="min_tokens",
             )
+        if self.grammar_after in stops:
+            raise RequestError(
+                f"grammar_after is {self.grammar_after}, which ends the answer; a grammar begins behind a token that "
+                "does not",
+                param="grammar_after",
+            )
         seed = secrets.randbits(63) if self.seed is None else self.seed % 2**63
         return Resolved(
             greedy=greedy,
@@ -224,6 +245,7 @@ class SamplingParams:
             skip_special_tokens=self.skip_special_tokens,
             logprobs=_alternatives("logprobs", self.logprobs, self.top_logprobs),
             prompt_logprobs=_alternatives("prompt_logprobs", self.prompt_logprobs, None),
+            grammar=asked(self),
         )
 
     def _pick(self, name: str, defaults: Mapping[str, Any], neutral: float) -> float:

@@ -1,7 +1,7 @@
-"""Logit processors: repetition, frequency and presence penalties, logit bias, and the minimum length.
+"""Logit processors: repetition, frequency and presence penalties, logit bias, the minimum length, a grammar's masks.
 
-Order, as in SGLang and vLLM: repetition, frequency, presence, bias, then the stop ids are masked. All of it works on
-raw logits, before temperature. Neutral values (repetition 1, others 0) return the same bits that came in.
+Order, as in SGLang and vLLM: repetition, frequency, presence, bias, then what may not come is masked. All of it works
+on raw logits, before temperature. Neutral values (repetition 1, others 0) return the same bits that came in.
 
 Row i of a verify step is fed the committed anchor (i = 0) or draft token i - 1, and predicts the token after it. The
 anchor is already counted; rows behind it add the draft tokens before them, so a row sees what plain decoding would see.
@@ -65,6 +65,14 @@ def process(
     out = torch.where(bias != 0, out + bias, out)
     number = generated + torch.arange(rows, device=logits.device)
     return out.masked_fill((number < min_tokens).unsqueeze(-1) & stop_mask, float("-inf"))
+
+
+def restrict(logits: Tensor, masks: Tensor) -> Tensor:
+    """logits [R, V] float32 with -inf where masks, int32 [R, ceil(V / 32)], has no bit: a new tensor. Bit t % 32 of
+    word t // 32 is token t."""
+    bit = 1 << torch.arange(8, dtype=torch.uint8, device=masks.device)  # of bytes: four times less to write than words
+    taken = (masks.view(torch.uint8).unsqueeze(-1) & bit) == 0
+    return logits.masked_fill(taken.flatten(1)[:, : logits.shape[1]], float("-inf"))
 
 
 def commit_counts(counts: Tensor, tokens: Tensor, n_accepted: Tensor) -> None:

@@ -29,10 +29,11 @@ ROLLING = 512  # committed tokens between checkpoints of a long answer
 
 @dataclass(frozen=True)
 class Mode:
-    """Which variant of the step: sampled or greedy, with or without logit processors."""
+    """Which variant of the step: sampled or greedy, with or without logit processors, within a grammar's masks."""
 
     sampled: bool
     processors: bool
+    grammar: bool = False
 
 
 def record_refill(tape: Tape, relay: Relay, turn: Tensor | None, drafts: int) -> None:
@@ -103,6 +104,10 @@ def _record_kernels(tape: Tape, relay: Relay, mode: Mode, vocab: int, laws: Laws
     if mode.processors:
         logits = tape.new(count, vocab, dtype=torch.float32)
         tape.do("process", found.process, logits, r.logits, *processors(r), r.tokens[1:], r.rows, 0)
+    if mode.grammar:
+        masked = logits if mode.processors else tape.new(count, vocab, dtype=torch.float32)
+        tape.do("grammar", found.restrict, masked, logits, r.allowed, r.rows)
+        logits = masked
     if mode.sampled:
         assert laws is not None
         scratch, rest = tape.new(2, dtype=torch.int64), tape.new(laws.target.masses.shape[1], dtype=torch.int64)
@@ -173,6 +178,8 @@ def _verdict(relay: Relay, mode: Mode, vocab: int, drafts: int) -> None:
             stop_mask=relay.stop_mask,
             draft_tokens=relay.tokens[1:],
         )
+    if mode.grammar:  # last, so that nothing brings back what it takes away
+        logits = penalties.restrict(logits, relay.allowed)
     if mode.sampled:
         target = law.distribution(logits, relay.temperature, relay.top_k, relay.top_p, relay.min_p)
         places = relay.positions + 1

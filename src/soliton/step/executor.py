@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..context.stream import Stream
+from ..ops.tape import Tape
 from .program import Program
 from .relay import Relay
 
@@ -29,13 +30,29 @@ class Slot:
     top_logprobs: list[list[float]]
 
 
+class Guide(Protocol):
+    """What may come next in an answer, by the host; see sampling.grammar."""
+
+    def fill(self, drafts: Sequence[int], masks: Tensor) -> None:
+        """masks[i], int32 [R, words] on the host, for the token after the first i drafts."""
+        ...
+
+
 class Executor(Protocol):
     """Launches steps and hands over what they published."""
 
     name: str
 
+    def capture(self, programs: Iterable[Program]) -> None:
+        """Make programs ready; relay and stream hold nothing to rely on afterwards."""
+        ...
+
     def launch(self, program: Program) -> None:
         """Enqueue one step."""
+        ...
+
+    def guided(self, program: Program, guide: Guide) -> None:
+        """Enqueue one step of a guided program; its drafts are read in between and their masks handed over."""
         ...
 
     def publish(self, slot: int, logprobs: bool) -> None:
@@ -68,6 +85,7 @@ def _read(ring: dict[str, Tensor], slot: int, logprobs: bool) -> Slot:
     return Slot(ring["ring_tokens"][slot].tolist(), (taken, reason, length, rows), *logged)
 
 
+DRAFTED = ("tokens", "rows")
 RING = ("ring_meta", "ring_tokens", "ring_logprob", "ring_top_ids", "ring_top_logprobs")
 
 
@@ -81,9 +99,19 @@ class EagerExecutor:
         self._relay, self._early = relay, early
         self._held = _Held(relay, stream)
 
-    @torch.inference_mode()
+    def capture(self, programs: Iterable[Program]) -> None:
+        """Nothing: tapes are ready as they are."""
+
     def launch(self, program: Program) -> None:
         """Run one step."""
+        self._run(program, None)
+
+    def guided(self, program: Program, guide: Guide) -> None:
+        """See Executor."""
+        self._run(program, guide)
+
+    @torch.inference_mode()
+    def _run(self, program: Program, guide: Guide | None) -> None:
         self._held.check()
         relay = self._relay
         frozen = self._early and bool(relay.stopped)
@@ -92,6 +120,10 @@ class EagerExecutor:
             relay.reason.zero_()
             relay.new_tokens.fill_(-1)
         for phase in program.phases:
+            if phase.name == "verdict" and guide is not None and not frozen:
+                masks = relay.allowed.cpu()  # on a CPU itself
+                guide.fill(relay.tokens[1 : int(relay.rows)].tolist(), masks)
+                relay.allowed.copy_(masks)
             void = frozen or (phase.guard is not None and self._early and not int(phase.guard))
             if not void or phase.name == "publish":
                 phase.tape.run()
@@ -106,7 +138,8 @@ class EagerExecutor:
 
 class GraphExecutor:
     """Replays one CUDA graph a step, or one a phase (``phased``, for census). Outputs go to pinned memory on a side
-    stream; ``read`` waits for the event behind them.
+    stream; ``read`` waits for the event behind them. A guided step is three graphs: while the second verifies, the host
+    reads the drafts of the first and makes the masks of the third.
 
     ``capture`` takes every program after warm-ups; a program whose capture fails runs eagerly from then on, with one
     warning that says why. A graph belongs to its relay, stream and program and is never used for others.
@@ -121,7 +154,9 @@ class GraphExecutor:
         self._graphs: dict[int, list[Any]] = {}
         self._side = torch.cuda.Stream()
         slots = relay.ring_meta.shape[0]
-        self._pinned = {name: getattr(relay, name).cpu().pin_memory() for name in RING}
+        names = (*RING, *DRAFTED, "allowed")
+        self._pinned = {name: getattr(relay, name).cpu().pin_memory() for name in names}
+        self._drafted = torch.cuda.Event()
         self._done = [torch.cuda.Event() for _ in range(slots)]
         self._copied = [torch.cuda.Event() for _ in range(slots)]
 
@@ -136,10 +171,7 @@ class GraphExecutor:
                     for _ in range(WARM_UPS):
                         self._eager.launch(program)
                 torch.cuda.synchronize()
-                tapes = [phase.tape for phase in program.phases]
-                self._graphs[id(program)] = [
-                    self._captured(part, stream) for part in ([[t] for t in tapes] if self._phased else [tapes])
-                ]
+                self._graphs[id(program)] = [self._captured(part, stream) for part in self._parts(program)]
             except RuntimeError as error:
                 torch.cuda.synchronize()
                 warnings.warn(
@@ -149,7 +181,14 @@ class GraphExecutor:
         gc.collect()
         gc.freeze()
 
-    def _captured(self, tapes: list[Any], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _parts(self, program: Program) -> list[list[Tape]]:
+        tapes, names = [phase.tape for phase in program.phases], [phase.name for phase in program.phases]
+        if program.mode.grammar:
+            drafted, verified = names.index("verify"), names.index("verdict")
+            return [tapes[:drafted], tapes[drafted:verified], tapes[verified:]]
+        return [[tape] for tape in tapes] if self._phased else [tapes]
+
+    def _captured(self, tapes: list[Tape], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for tape in tapes:
@@ -166,6 +205,26 @@ class GraphExecutor:
         else:
             for graph in graphs:
                 graph.replay()
+
+    @torch.inference_mode()
+    def guided(self, program: Program, guide: Guide) -> None:
+        """See Executor. The one wait is for the draft phase, behind which the device verifies."""
+        self._held.check()
+        graphs = self._graphs.get(id(program))
+        if graphs is None:
+            self._eager.guided(program, guide)
+            return
+        draft, verify, rest = graphs
+        draft.replay()
+        for name in DRAFTED:
+            self._pinned[name].copy_(getattr(self._relay, name), non_blocking=True)
+        self._drafted.record()
+        verify.replay()
+        self._drafted.synchronize()
+        masks = self._pinned["allowed"]  # the copy of the step before is done: its outputs have been read
+        guide.fill(self._pinned["tokens"][1 : int(self._pinned["rows"])].tolist(), masks)
+        self._relay.allowed.copy_(masks, non_blocking=True)
+        rest.replay()
 
     def publish(self, slot: int, logprobs: bool) -> None:
         """Copy a ring slot to pinned memory behind the step just launched."""

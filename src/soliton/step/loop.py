@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..sampling.logprobs import TokenLogprob, assemble
-from .executor import Executor
+from .executor import Executor, Guide
 from .program import Program
 from .relay import Relay
 
@@ -37,22 +37,33 @@ class Loop:
         self.launched = self.consumed = 0
 
     def run(
-        self, program: Program, *, limit: int, top_logprobs: int | None, after_launch: Callable[[], None] | None = None
+        self,
+        program: Program,
+        *,
+        limit: int,
+        top_logprobs: int | None,
+        after_launch: Callable[[], None] | None = None,
+        guide: Guide | None = None,
     ) -> Iterator[StepOutput]:
         """Yield steps in order until one carries a finish code; at most ``limit`` steps are launched (each adds a
         token at least). Close the iterator to stop early, then ``drain``.
 
         after_launch: called between launches, in stream order: the place to snapshot committed state.
+        guide: of a guided program. Its masks need the tokens of every step before, so none runs ahead.
         """
         self.launched = self.consumed = 0
+        depth = self.depth if guide is None else 0
         while True:
             if self.launched < limit:
-                self.executor.launch(program)
+                if guide is None:
+                    self.executor.launch(program)
+                else:
+                    self.executor.guided(program, guide)
                 self.executor.publish(self._slot(self.launched), top_logprobs is not None)
                 self.launched += 1
                 if after_launch is not None:
                     after_launch()
-            if self.launched - self.consumed > self.depth or self.launched >= limit:
+            if self.launched - self.consumed > depth or self.launched >= limit:
                 output = self._consume(top_logprobs)
                 yield output
                 if output.reason or self.consumed >= limit:

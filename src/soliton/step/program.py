@@ -7,7 +7,8 @@ for each of {greedy, sampled} x {processors off, on}: which one a request takes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -68,6 +69,13 @@ class Parts:
     dtype: torch.dtype
     drafter: dspark.Drafter | None = None
 
+    @cached_property
+    def laws(self) -> verify.Laws | None:
+        """Of sampled steps on a GPU, one for all programs; None elsewhere."""
+        if not where.has_kernels(self.device):
+            return None
+        return verify.Laws.allocate(self.relay.tokens.shape[0], self.verify, self.spec.vocab, self.device)
+
     def tape(self) -> Tape:
         """An empty recording."""
         return Tape(self.choices, self.device, self.dtype, record=True)
@@ -97,16 +105,12 @@ def build(parts: Parts) -> dict[Mode, Program]:
     publish = parts.tape()
     verify.record_publish(publish, relay)
 
-    laws = None
-    if where.has_kernels(parts.device):
-        laws = verify.Laws.allocate(relay.tokens.shape[0], parts.verify, parts.spec.vocab, parts.device)
     programs = {}
     for mode in MODES:
-        verdict = parts.tape()
-        verify.record_verdict(verdict, relay, mode, parts.spec.vocab, parts.drafts, laws)
+        verdict = _verdict(parts, mode)
         phases = [Phase("refill", refill)]
         if parts.drafts:
-            draft, extend = _speculate(parts, mode, laws)
+            draft, extend = _speculate(parts, mode)
             phases.append(Phase("draft", draft, guard=relay.drafted))
         phases += [Phase("verify", forward), Phase("verdict", verdict), Phase("commit", commit)]
         if parts.drafts:
@@ -116,9 +120,23 @@ def build(parts: Parts) -> dict[Mode, Program]:
     return programs
 
 
-def _speculate(parts: Parts, mode: Mode, laws: verify.Laws | None) -> tuple[Tape, Tape]:
+def guided(parts: Parts, program: Program) -> Program:
+    """``program`` with its verdict within the masks of a grammar: relay.allowed, written between the draft and the
+    verdict. All other phases are the same tapes; drafts are chosen without masks, which costs acceptance alone."""
+    mode = replace(program.mode, grammar=True)
+    verdict = Phase("verdict", _verdict(parts, mode))
+    return Program(mode, tuple(verdict if phase.name == "verdict" else phase for phase in program.phases))
+
+
+def _verdict(parts: Parts, mode: Mode) -> Tape:
+    verdict = parts.tape()
+    verify.record_verdict(verdict, parts.relay, mode, parts.spec.vocab, parts.drafts, parts.laws)
+    return verdict
+
+
+def _speculate(parts: Parts, mode: Mode) -> tuple[Tape, Tape]:
     """The draft and extend phases."""
-    draft, extend = parts.tape(), parts.tape()
+    draft, extend, laws = parts.tape(), parts.tape(), parts.laws
     w, spec, stream, relay, drafter = parts.weights, parts.spec, parts.stream, parts.relay, parts.drafter
     if drafter is not None:
         draft.finish(dspark.record_draft(draft, drafter, w, stream, relay, mode, laws))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..sampling.grammar import words
+
 TOP_LOGPROBS = 20
 # finish codes as the device writes them
 RUNNING, STOPPED, LENGTH = 0, 1, 2
@@ -62,6 +64,7 @@ class Relay:
     prompt_seen: Tensor  # bool [V]
     bias: Tensor  # float32 [V]
     want_logprobs: Tensor  # int64 [1]
+    allowed: Tensor  # int32 [R, ceil(V / 32)], the masks of a grammar; see sampling.grammar
     # the output ring
     ring_tokens: Tensor  # int64 [D, R]
     ring_meta: Tensor  # int64 [D, 4]: taken, reason, length, rows
@@ -129,6 +132,7 @@ class Relay:
             prompt_seen=torch.zeros(vocab, dtype=torch.bool, device=device),
             bias=real(vocab),
             want_logprobs=whole(1),
+            allowed=torch.full((rows, words(vocab)), -1, dtype=torch.int32, device=device),
             ring_tokens=whole(slots, rows),
             ring_meta=whole(slots, 4),
             ring_logprob=real(slots, rows),

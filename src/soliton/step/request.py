@@ -21,7 +21,8 @@ def begin(relay: Relay, params: Resolved, *, prompt: Sequence[int], limit: int) 
     for counter in (relay.drafted, relay.stopped, relay.reason, relay.taken, relay.generated, relay.step):
         counter.zero_()
     relay.limit.fill_(limit)
-    relay.min_tokens.fill_(params.min_tokens)
+    # masks hold the stop ids back themselves, but for where a grammar leaves nothing else
+    relay.min_tokens.fill_(params.min_tokens if params.grammar is None else 0)
     relay.temperature.fill_(params.temperature)
     relay.top_k.fill_(params.top_k)
     relay.top_p.fill_(params.top_p)
