@@ -17,6 +17,7 @@ import urllib.error
 from collections.abc import Iterator
 
 import pytest
+
 from serving import Served, post
 
 SMG = os.environ.get("SOLITON_SMG") or shutil.which("smg")
