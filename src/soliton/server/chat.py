@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,8 @@ class Chat(Writer):
                     "give one of them",
                     param="tool_choice",
                 )
-            changes["regex"] = _call_grammar(ask)
-        if thinking and (ask.grammar_in_answer or "regex" in changes):
+            changes["ebnf"] = _call_grammar(ask, checkpoint.tokenizer)
+        if thinking and (ask.grammar_in_answer or "ebnf" in changes):
             close = _id_of(checkpoint.tokenizer, "</think>")
             if close is None:
                 raise RequestError("a grammar cannot begin after reasoning: </think> is no token of this model")
@@ -208,16 +208,41 @@ def _ends_thinking(tokenizer: Tokenizer | None, ids: list[int]) -> bool:
     return decode(tokenizer, ids[-8:]).rstrip().endswith("<think>")
 
 
-def _call_grammar(ask: Ask) -> str:
-    """A regex of one call of a tool that may be called, with the arguments that its schema knows."""
+def _call_grammar(ask: Ask, tokenizer: Tokenizer | None) -> str:
+    """A grammar (Lark, as llguidance reads it) of one call of a tool that may be called: the arguments that its schema
+    knows, in their order, each that is required and perhaps the others."""
     wanted = ask.tool_choice.removeprefix("=") if ask.tool_choice.startswith("=") else None
+    key, key_end, value, value_end = (_tag(tokenizer, tag) for tag in TAGS[4:])
     calls = []
     for tool in ask.tools:
         function = tool["function"]
         if wanted is not None and function["name"] != wanted:
             continue
-        known = (function.get("parameters") or {}).get("properties") or {}
-        keys = "|".join(re.escape(key) for key in known)
-        pair = f"<arg_key>({keys})</arg_key>\n<arg_value>[^<]*</arg_value>\n"
-        calls.append(re.escape(function["name"]) + "\n" + (f"({pair})*" if known else ""))
-    return f"\\s*<tool_call>({'|'.join(calls)})</tool_call>"
+        schema = function.get("parameters") or {}
+        required = schema.get("required") or []
+        parts = [json.dumps(function["name"] + "\n", ensure_ascii=False)]
+        for name, kind in (schema.get("properties") or {}).items():
+            pair = (
+                f'{key} {json.dumps(name, ensure_ascii=False)} {key_end} "\\n" {value} {_value(kind)} {value_end} "\\n"'
+            )
+            parts.append(f"({pair}){'' if name in required else '?'}")
+        calls.append(" ".join(parts))
+    return f'start: "\\n"? {_tag(tokenizer, TAGS[2])} ({" | ".join(calls)}) {_tag(tokenizer, TAGS[3])}'
+
+
+def _tag(tokenizer: Tokenizer | None, tag: str) -> str:
+    """A tag in a grammar: its token where it is a special one, which no text stands for, or its text."""
+    token = _id_of(tokenizer, tag)
+    special = tokenizer is not None and token in tokenizer.special_ids
+    return f"<[{token}]>" if special else json.dumps(tag)
+
+
+def _value(kind: Any) -> str:
+    """An argument's value in a grammar; other types are JSON that holds no tag."""
+    kind = kind if isinstance(kind, dict) else {}
+    if isinstance(kind.get("enum"), list) and kind["enum"]:
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in kind["enum"]]
+        return "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
+    whole = "-?(0|[1-9][0-9]{0,14})"
+    known = {"integer": f"/{whole}/", "number": f"/{whole}(\\.[0-9]{{1,9}})?/", "boolean": '("true" | "false")'}
+    return {**known, "null": '"null"'}.get(str(kind.get("type")), "/[^<]{0,4000}/")
