@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from serving import Served
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'soliton[grammar]'")
