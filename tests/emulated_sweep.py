@@ -4,6 +4,7 @@ landing late (see emulated/grid/chip.h)."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import torch
 
 from soliton.ops import sweep
 
+LAUNCHES = itertools.count()
 HERE = Path(__file__).parent / "emulated" / "grid"
 
 
@@ -44,7 +46,9 @@ def execute(made: sweep.Sweep, live: torch.Tensor | None = None, grid: int = 5, 
     parts = [item.packed(start, grid, halves) for item, start in made._starts(grid)]
     if made.ahead is not None:
         parts += made.ahead.foreseen(grid)[: sweep.LIST - len(parts)]
-    counter, carry = torch.zeros(2, dtype=torch.int32), torch.zeros(grid, 32, 8, dtype=torch.int64)
+    # words that say of which launch they are outlive it, so no launch may have the sign of an earlier one
+    counter = torch.tensor([0, next(LAUNCHES) * sweep.LIST], dtype=torch.int32)
+    carry = torch.zeros(grid, 32, 8, dtype=torch.int64)
     size = (sweep.SHARED - sweep._beside(halves)) // 128 * 128
     places = [ctypes.c_void_p(t.data_ptr() if t is not None else 0) for t in (live, counter, carry)]
     run = library(halves).run

@@ -136,6 +136,16 @@ def test_a_step(emulated: None, case: Path, steps: int, which: int) -> None:
         assert all(-20 < one.logprob < 0 for one in got.logprobs)
 
 
+def test_a_longer_answer_by_routed_experts(emulated: None) -> None:
+    """Many launches over the same words, some of them for fewer rows."""
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, presence_penalty=0.5)
+    found = []
+    for drafts in ({"speculation": "off"}, {"speculation": "nextn", "speculative_num_steps": 3}):
+        with Engine.load("pebble", device="cpu", threads=1, max_context=256, dtype="bfloat16", **drafts) as made:
+            found.append(made.generate("def add(a, b):\n", params).token_ids)
+    assert found[0] == found[1] and len(found[0]) == 24
+
+
 COSTS = '{"draft_us": 300, "verify_us": [1, 2, 3, 4, 5, 6, 7, 900, 901], "model": "", "draft": "", "device": "", \
 "commit": null, "versions": {}}'
 
