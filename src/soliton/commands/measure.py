@@ -33,6 +33,7 @@ ONLY = {
     "ways": ("compare",),
     "out": ("costs", "calibration"),
     "keep_repeating": ("accept", "compare"),
+    "storm": ("serve",),
     "context": ("step", "ttft", "costs"),
     "repeats": ("step", "ttft", "costs", "serve"),
 }
@@ -73,6 +74,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep-repeating", action="store_true", help="count greedy answers that repeat themselves, too"
     )
+    parser.add_argument("--storm", action="store_true", help="amid 200 idle connections and a client of bad requests")
     parser.add_argument("--out", metavar="FILE", help="where the costs or temperatures go")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
 
@@ -200,7 +202,9 @@ def _serve(args: argparse.Namespace, config: EngineConfig, params: SamplingParam
     elif params.max_tokens is None:
         params = dataclasses.replace(params, max_tokens=ANSWER_TOKENS)
     with common.bar("answering") as progress:
-        report = measure_serve(config, prompts, params, count=repeats, load=common.load, progress=progress)
+        report = measure_serve(
+            config, prompts, params, count=repeats, load=common.load, stormy=args.storm, progress=progress
+        )
     return "the server beside the engine", as_table(report), {**report, "file": args.prompts}
 
 

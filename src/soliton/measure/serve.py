@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from ..binder import settings
@@ -26,6 +29,7 @@ from .about import commit, device_name, driver, sampling_words
 from .doctor import versions
 
 LEAST = 8  # tokens after the first that a time needs
+CROWD, PAUSE_S = 200, 0.002  # of a storm: connections that do nothing; the time between two bad requests
 Load = Callable[[EngineConfig], Any]
 
 
@@ -55,6 +59,36 @@ def serving(config: EngineConfig) -> Iterator[str]:
         process.stderr.close()  # type: ignore[union-attr]
 
 
+@contextmanager
+def storm(url: str) -> Iterator[None]:
+    """CROWD connections that send half a request and wait, and one client that sends bad requests as fast as they are refused,
+    with PAUSE_S between."""
+    parts, over = urllib.parse.urlsplit(url), threading.Event()
+    place = (str(parts.hostname), int(parts.port or 80))
+    held = [socket.create_connection(place) for _ in range(CROWD)]
+    for link in held:
+        link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+
+    def hammer() -> None:
+        body = b'{"prompt": 7}'
+        text = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        with socket.create_connection(place) as link:
+            while not over.is_set():
+                link.sendall(text)
+                link.recv(4096)
+                over.wait(PAUSE_S)
+
+    thread = threading.Thread(target=hammer)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        for link in held:
+            link.close()
+
+
 def prompts_for(engine: Engine, prompts: Sequence[Any] | None, count: int) -> list[list[int]]:
     """Token ids of the prompts, or of ``count`` made ones."""
     if prompts is not None:
@@ -70,18 +104,26 @@ def measure_serve(
     *,
     count: int,
     load: Load,
+    stormy: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Medians and quartiles of TPOT in µs of both, and of their ratio by prompt. ``different``: greedy answers that
-    were not the same tokens. ConfigError where too few answers are long enough."""
+    were not the same tokens. stormy: the server's clients are in ``storm`` meanwhile. ConfigError where too few answers
+    are long enough."""
     with load(config) as engine, serving(config) as url:
         given = prompts_for(engine, prompts, count)
         asked = dataclasses.replace(params, ignore_eos=True)
-        fields = {k: v for k, v in dataclasses.asdict(asked).items() if v is not None and k != "n"}
+        usual = dataclasses.asdict(SamplingParams())
+        fields = {key: value for key, value in dataclasses.asdict(asked).items() if value != usual[key]}
         rows, different = [], 0
+
+        def through(url: str, ids: list[int], fields: dict[str, Any]) -> tuple[list[int], float | None]:
+            with storm(url) if stormy else nullcontext():
+                return _through(url, ids, fields)
+
         for place, ids in enumerate([given[0], *given]):
             progress(place, len(given) + 1)
-            ways = [lambda: _alone(engine, ids, asked), lambda: _through(url, ids, fields)]  # noqa: B023 - called here
+            ways = [lambda: _alone(engine, ids, asked), lambda: through(url, ids, fields)]  # noqa: B023 - called here
             one, two = [way() for way in ways] if place % 2 else [way() for way in ways[::-1]][::-1]
             different += one[0] != two[0]
             if place and one[1] is not None and two[1] is not None:  # the first warms both
@@ -95,6 +137,7 @@ def measure_serve(
             "model": engine.checkpoint.name, "speculation": engine.config.speculation,
             "drafts": engine.config.speculative_num_steps or 0, "dtype": engine.config.dtype,
             "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "answers": len(rows),
+            "storm": stormy,
             "device": device_name(runtime.parts.device), "different": different if resolved.greedy else None,
             "engine_us": _spread([1e6 * a for a, _ in rows], 1), "server_us": _spread([1e6 * b for _, b in rows], 1),
             "ratio": _spread([b / a for a, b in rows], 4), "commit": commit(), "versions": versions(),
@@ -148,6 +191,9 @@ def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("model", f"{report['model']}, {report['speculation']}, {report['sampling']}, on {report['device']}"),
         ("answers", f"{report['answers']} timed, {report['different'] or 0} with other tokens"),
         ("engine alone", f"TPOT {words(report['engine_us'], ' µs')}"),
-        ("through the server", f"TPOT {words(report['server_us'], ' µs')}"),
+        (
+            "through the server" + (", in a storm" if report["storm"] else ""),
+            f"TPOT {words(report['server_us'], ' µs')}",
+        ),
         ("ratio", words(report["ratio"], "")),
     ]
