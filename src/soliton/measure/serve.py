@@ -61,8 +61,8 @@ def serving(config: EngineConfig) -> Iterator[str]:
 
 @contextmanager
 def storm(url: str) -> Iterator[None]:
-    """CROWD connections that send half a request and wait, and one client that sends bad requests as fast as they are refused,
-    with PAUSE_S between."""
+    """CROWD connections that send half a request and wait, and one client that sends bad requests, each as soon as the
+    last was refused, PAUSE_S between."""
     parts, over = urllib.parse.urlsplit(url), threading.Event()
     place = (str(parts.hostname), int(parts.port or 80))
     held = [socket.create_connection(place) for _ in range(CROWD)]
