@@ -120,7 +120,7 @@ def test_a_stream_amid_the_worst(served: Served) -> None:
         stop.set()
         thread.join()
     assert text == wanted and not faults
-    status, _, found = served.call("/v1/completions", raw=b" " * (17 << 20), method="POST")
+    status, _, found = served.call("/v1/completions", raw=b" " * (5 << 20), method="POST")
     assert status == 413, found
     assert served.ask("/v1/completions", given)["choices"][0]["text"] == wanted
 

@@ -102,9 +102,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             print(f"{request.method} {path} {status} {took:.1f} ms", file=sys.stderr, flush=True)
 
 
-async def fields(request: web.Request) -> dict[str, Any]:
-    """The JSON object of a request."""
-    return body.parse(await request.read())
+async def fields(request: web.Request) -> tuple[dict[str, Any], int]:
+    """The JSON object of a request, and its bytes."""
+    raw = await request.read()
+    return body.parse(raw), len(raw)
 
 
 async def _answer(request: web.Request, active: Active, writer: replies.Writer) -> web.StreamResponse:
@@ -145,27 +146,30 @@ async def _send(response: web.StreamResponse, event: Any) -> None:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     service = request.app[SERVICE]
-    model, ask = asks.completion(await fields(request))
+    given, size = await fields(request)
+    model, ask = asks.completion(given)
     service.check(model)
-    active = service.enter(ask, "cmpl")
+    active = await service.enter(ask, "cmpl", size)
     return await _answer(request, active, replies.Completion(service, active))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
     service = request.app[SERVICE]
-    model, ask = asks.chat(await fields(request))
+    given, size = await fields(request)
+    model, ask = asks.chat(given)
     service.check(model)
-    chat = Chat.prepared(service, ask)
+    chat = await Chat.prepared(service, ask, size)
     return await _answer(request, chat.active, chat)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     """POST /generate"""
     service = request.app[SERVICE]
-    ask = asks.native(await fields(request))
+    given, size = await fields(request)
+    ask = asks.native(given)
     service.check(None)
-    active = service.enter(ask, "gen")
+    active = await service.enter(ask, "gen", size)
     return await _answer(request, active, replies.Native(service, active))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint import Tokenizer
 from ..errors import RequestError
-from ..prompt import encode
+from ..prompt import Encoded, encode
 from .asks import Ask
 from .parsers import CallArguments, CallStart, ContentText, Delta, MessageParser, ReasoningText, message_of
 from .replies import Progress, Writer, decode, token_text
@@ -43,10 +43,11 @@ class Chat(Writer):
         self._readings: list[Reading] = []
 
     @classmethod
-    def prepared(cls, service: Service, ask: Ask) -> Chat:
+    async def prepared(cls, service: Service, ask: Ask, size: int) -> Chat:
         """Take a request in: its prompt is rendered, and what the answer has to look like becomes its grammar."""
         checkpoint = service.checkpoint
-        ids, _ = encode(checkpoint, ask.prompts[0], ask.chat)
+        ids, boundary = await service.aside(size, lambda: encode(checkpoint, ask.prompts[0], ask.chat))
+        ask.prompts = [Encoded(tuple(ids), boundary)]
         thinking = service.parses("reasoning_parser") and _ends_thinking(checkpoint.tokenizer, ids)
         changes: dict[str, Any] = {}
         special = checkpoint.tokenizer.special_ids if checkpoint.tokenizer is not None else frozenset()
@@ -66,7 +67,7 @@ class Chat(Writer):
                 raise RequestError("a grammar cannot begin after reasoning: </think> is no token of this model")
             changes["grammar_after"] = close
         ask.params = dataclasses.replace(ask.params, **changes)
-        return cls(service, service.enter(ask, "chatcmpl"), thinking)
+        return cls(service, await service.enter(ask, "chatcmpl", size), thinking)
 
     def push(self, place: int, piece: Piece) -> list[dict[str, Any]]:
         """The events of one piece: every kind of delta in one of its own, logprobs with the first."""

@@ -24,7 +24,7 @@ class ServerConfig:
     request_timeout: float | None = setting(
         "longest time of a request, waiting included; unlimited when unset", default=None, unit="seconds", low=0
     )
-    max_body: int | str = setting("largest request body", default="16MiB", unit="bytes", low=1)
+    max_body: int | str = setting("largest request body", default="4MiB", unit="bytes", low=1)
     drain_timeout: float = setting(
         "time that SIGTERM leaves to requests in progress", default=30.0, unit="seconds", low=0
     )

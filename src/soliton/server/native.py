@@ -40,7 +40,7 @@ async def health_generate(request: web.Request) -> web.Response:
     service.check(None)
     if not service.line.running:
         ask = asks.native({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
-        active = service.enter(ask, "health")
+        active = await service.enter(ask, "health")
         _, pieces = await service.turn(active)
         async for _ in pieces:
             pass

@@ -6,10 +6,10 @@ import asyncio
 import importlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..binder import parse_size
 from ..checkpoint import Checkpoint
@@ -24,6 +24,10 @@ from .worker import EngineLost, EngineProcess
 
 if TYPE_CHECKING:
     from ..engine import Piece
+
+
+T = TypeVar("T")
+LARGE = 16384  # bytes of a request that is worth a thread
 
 
 class NoSuchModel(SolitonError, LookupError):
@@ -103,23 +107,32 @@ class Service:
         if model not in (None, self.name, "default"):
             raise NoSuchModel(f"the model {model!r} is not served here; this is {self.name!r}")
 
-    def enter(self, ask: Ask, kind: str) -> Active:
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """``work`` in the event loop, or, for a request of ``size`` bytes that would hold it up, in a thread: a long
+        text is cut into tokens without Python's lock."""
+        return await asyncio.to_thread(work) if size > LARGE else work()
+
+    async def enter(self, ask: Ask, kind: str, size: int = 0) -> Active:
         """Check everything that can be refused, and take the request in. RequestError."""
-        seen = []
-        for prompt in ask.prompts:
-            try:
-                ready = prepare(self.checkpoint, self.max_context, prompt, ask.params, ask.chat)
-            except RequestError as error:
-                if ask.chat or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
-                    error.param = "messages" if error.param == "prompt" else error.param
-                raise
-            seen.append(Encoded(tuple(ready.ids), ready.boundary))
+        seen = await self.aside(size, lambda: self._prepared(ask, kind))
         rid = ask.rid or f"{kind}-{uuid.uuid4().hex}"
         if rid in self.active:
             raise RequestError(f"a request with the id {rid!r} is in the house already; choose another", param="rid")
         active = Active(rid, time.perf_counter(), ask, seen, asyncio.get_running_loop().create_future())
         self.active[rid] = active
         return active
+
+    def _prepared(self, ask: Ask, kind: str) -> list[Encoded]:
+        seen = []
+        for prompt in ask.prompts:
+            try:
+                ready = prepare(self.checkpoint, self.max_context, prompt, ask.params, ask.chat)
+            except RequestError as error:
+                if kind == "chatcmpl":
+                    error.param = "messages" if error.param == "prompt" else error.param
+                raise
+            seen.append(Encoded(tuple(ready.ids), ready.boundary))
+        return seen
 
     async def answers(self, active: Active) -> AsyncIterator[tuple[int, Piece]]:
         """(which answer, its next piece), after ``active.turn`` is set by the first: prompt by prompt, n answers each.
