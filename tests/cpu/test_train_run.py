@@ -87,20 +87,22 @@ class TestLearning:
     @pytest.mark.parametrize("only", ["confidence_head", "fc,layers.0.mlp", "layers.0.self_attn.q_proj"])
     @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
     def test_only_some_tensors(self, tmp_path: Path, only: str, optimizer: str) -> None:
-        toy(tmp_path / "a", steps=2, save_every=1, only=only, optimizer=optimizer).run()
-        one = toy(tmp_path / "b", steps=2, save_every=1, only=only, optimizer=optimizer, stop=lambda: False)
+        toy(tmp_path / "a", steps=2, save_every=1, only=only, start="given", optimizer=optimizer).run()
+        one = toy(
+            tmp_path / "b", steps=2, save_every=1, only=only, start="given", optimizer=optimizer, stop=lambda: False
+        )
         fresh = {name: p.detach().clone() for name, p in one.model.named_parameters()}
         one.run()
         for name, p in one.model.named_parameters():
             assert torch.equal(p, fresh[name]) != name.startswith(tuple(only.split(","))), name
-        again = toy(tmp_path / "a", steps=2, save_every=1, only=only, optimizer=optimizer)
+        again = toy(tmp_path / "a", steps=2, save_every=1, only=only, start="given", optimizer=optimizer)
         again.run()  # ended already: what it read back is what the other run has
         assert all(torch.equal(p, q) for p, q in zip(again.model.parameters(), one.model.parameters()))
 
     @pytest.mark.parametrize(("only", "conf"), [("nothing", 1.0), ("fc,", 1.0), ("", 1.0), ("confidence_head", 0.0)])
     def test_what_cannot_be_trained_alone(self, tmp_path: Path, only: str, conf: float) -> None:
         with pytest.raises(ConfigError, match="only = "):
-            toy(tmp_path, only=only, conf=conf).run()
+            toy(tmp_path, only=only, start="given", conf=conf).run()
 
     def test_the_learning_rate(self, tmp_path: Path) -> None:
         made = toy(tmp_path, steps=100, warmup=0.1, lr=1.0, lr_floor=0.1)
@@ -230,6 +232,8 @@ class TestTrouble:
             ({"ce": 0.0, "l1": 0.0, "conf": 0.0}, "nothing would be trained"),
             ({"warmup": 1.5}, "warmup"),
             ({"markov": "lstm"}, "markov"),
+            ({"only": "confidence_head"}, "would stay random"),
+            ({"conf_reached": True, "confidence": False}, "no confidence head"),
         ],
     )
     def test_settings_that_cannot_be(self, tmp_path: Path, values: dict[str, Any], word: str) -> None:

@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ ONLY = {
     "context": ("step", "ttft", "costs"),
     "repeats": ("step", "ttft", "costs", "serve"),
 }
+FEW_ROUNDS = 10_000  # in fewer even a perfect head shows an error of over 1 %
 ANSWERS = ("accept", "compare", "calibration", "serve")
 ANSWER_TOKENS = 128
 
@@ -230,6 +232,9 @@ def _calibration(args: argparse.Namespace, config: EngineConfig, params: Samplin
     config = dataclasses.replace(config, run_ahead=0, draft_verify="all", draft_calibration=None, draft_costs=None)
     with common.load(config) as engine, common.bar("answering") as progress:
         found, tested = calibrate(engine, prompts, params, dataset=Path(args.prompts).name, progress=progress)
+    if found.num_samples < FEW_ROUNDS:
+        text = f"temperatures of {found.num_samples} rounds are mostly chance: give at least {FEW_ROUNDS:,}"
+        warnings.warn(f"{text}, by more prompts or a higher max_tokens", stacklevel=1)
     if args.out:
         found.save(args.out)
     rows = [("rounds", f"{found.num_samples}; errors are of each half with temperatures fitted on the other")]

@@ -125,6 +125,10 @@ class TrainOptions:
         check(self)
         if self.conf_temperatures is not None and not self.confidence:
             raise ConfigError(f"conf_temperatures = {self.conf_temperatures!r}: there is no confidence head to train")
+        if self.conf_reached and not self.confidence:
+            raise ConfigError("conf_reached is true, but there is no confidence head to train: leave one out")
+        if self.only is not None and self.start is None:
+            raise ConfigError(f"only = {self.only!r}: the other tensors would stay random; give start, a trained draft")
         if self.conf and not self.confidence:
             object.__setattr__(self, "conf", 0.0)
         if not self.ce + self.l1 + self.conf + self.accept:
