@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": "a"}, "tokens"),
     ("/abort_request", {}, "rid"),
+    ("/generate", {"text": "a", "rid": "a\r\nSet-Cookie: b"}, "rid"),
+    ("/v1/completions", {**GOOD, "rid": "x" * 300}, "rid"),
 ]
 
 
@@ -127,6 +130,16 @@ def test_bodies_that_are_none(served: Served, text: str, raw: bytes) -> None:
     status, _, found = served.call("/v1/completions", raw=raw, method="POST")
     assert status == 400 and found["error"]["message"], found
     assert served.ask("/v1/completions", GOOD)["choices"][0]["text"] == text
+
+
+def test_a_body_that_cannot_be_unpacked(served: Served, text: str) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    status, _, found = served.call("/v1/completions", raw=b"abcde", headers=headers, method="POST")
+    assert status == 400 and "cannot be read" in found["error"]["message"]
+    packed = gzip.compress(json.dumps(GOOD).encode())
+    assert served.call("/v1/completions", raw=packed, headers=headers)[2]["choices"][0]["text"] == text
+    status, _, found = served.call("/v1/completions", raw=gzip.compress(b" " * (64 << 20)), headers=headers)
+    assert status == 413
 
 
 def test_methods_and_paths(served: Served) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -90,11 +92,15 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         inner = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
         headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         return web.json_response({"error": inner, "object": "error", **inner}, status=status, headers=headers)
-    except (SolitonError, RuntimeError) as error:
+    except web.RequestPayloadError:
+        response = refusal(RequestError("the body cannot be read: its encoding or its chunks are broken"))
+        status = response.status
+        return response
+    except Exception as error:
         response = refusal(error)
         status = response.status
         if status == 500:
-            print(f"soliton: {path}: {error}", file=sys.stderr)
+            traceback.print_exception(error)
         return response
     finally:
         if service.config.log_requests:
@@ -206,6 +212,8 @@ def application(service: Service) -> web.Application:
 async def serve(service: Service, *, announce: Callable[[str], None], ready: Callable[[], None]) -> int:
     """Listen, load, and run until SIGTERM, SIGINT or the engine's end; the exit code. Health is 503 while loading."""
     config = service.config
+    # what handlers raise is said by ``guard``; what is left is broken requests, of which a client is told anyway
+    logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     runner = web.AppRunner(
         application(service), access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=75.0
     )

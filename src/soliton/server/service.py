@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -114,6 +115,8 @@ class Service:
 
     async def enter(self, ask: Ask, kind: str, size: int = 0) -> Active:
         """Check everything that can be refused, and take the request in. RequestError."""
+        if ask.rid is not None and not re.fullmatch(r"[!-~]{1,256}", ask.rid):
+            raise RequestError("rid has to be 1 to 256 printable ASCII characters without spaces", param="rid")
         seen = await self.aside(size, lambda: self._prepared(ask, kind))
         rid = ask.rid or f"{kind}-{uuid.uuid4().hex}"
         if rid in self.active:
