@@ -172,6 +172,45 @@ def test_a_deadline() -> None:
         assert strict.ask("/v1/completions", body(1, 4))["choices"][0]["text"]
 
 
+def test_what_nobody_waits_for_reaches_nobody_else(served: Served) -> None:
+    """Clients that leave while prefix checkpoints are forgotten, and aborts between the answers of one request."""
+    wanted = served.ask("/v1/completions", body(1))["choices"][0]["text"]
+    for _ in range(20):
+        link = socket_to(served)
+        link.sendall(b"POST /flush_cache HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        link.close()
+        assert served.ask("/v1/completions", body(1))["choices"][0]["text"] == wanted
+    for i in range(12):
+        many = {"text": ADD, "rid": f"many{i}", "sampling_params": {"max_new_tokens": 1, "n": 100}}
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda given=many, found=found: found.append(served.call("/generate", given)))
+        thread.start()
+        while not served.ask("/abort_request", {"rid": f"many{i}"})["aborted"]:
+            pass
+        thread.join()
+        status, _, answers = found[0]
+        assert status == 409 or len(answers) < 100, "an abort that was counted ends the request"
+
+
+def test_answers_that_are_cut_say_so() -> None:
+    given = {"prompt": ADD, "max_tokens": 3000, "ignore_eos": True, "temperature": 0}
+    with Served("--drain-timeout", "0.3") as ending:
+        events = ending.events("/v1/completions", given)
+        next(events)
+        waiting: list[Any] = []
+        thread = threading.Thread(target=lambda: waiting.append(ending.call("/v1/completions", given)))
+        thread.start()
+        while ending.ask("/get_load", None)[0]["num_waiting_reqs"] < 1:
+            pass
+        ending.process.send_signal(signal.SIGTERM)
+        last = list(events)[-1]
+        assert last["error"]["code"] == "draining"
+        thread.join()
+        assert waiting[0][0] == 503 and waiting[0][2]["error"]["code"] == "draining"
+        assert ending.process.wait(30) == 0
+
+
 def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
     with Served() as ending:
         given = {"prompt": ADD, "max_tokens": 300, "ignore_eos": True, "temperature": 0}

@@ -88,6 +88,22 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {**GOOD, "stop_token_ids": ["a"]}, "stop_token_ids"),
     ("/v1/chat/completions", {**CHAT, "tools": [{"type": "function"}]}, "tools[0].function.name"),
     ("/v1/chat/completions", {**CHAT, "tools": "x"}, "tools"),
+    *(
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tools": [{"type": "function", "function": given}]},
+            f"tools[0].function.{at}",
+        )
+        for given, at in (
+            ({"name": "my tool"}, "name"),
+            ({"name": "</tool_call>"}, "name"),
+            ({"name": "a", "parameters": {"properties": ["a"]}}, "parameters.properties"),
+            ({"name": "a", "parameters": {"properties": {}, "required": 5}}, "parameters.required"),
+        )
+    ),
+    ("/generate", {"text": "a", "sampling_params": {"no_stop_trim": True}}, "sampling_params.no_stop_trim"),
+    ("/tokenize", {"messages": ["x"]}, "messages[0]"),
+    ("/tokenize", {"messages": []}, "messages"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "required"}, "tool_choice"),
     ("/v1/chat/completions", {**CHAT, "tool_choice": "sometimes"}, "tool_choice"),
     ("/v1/chat/completions", {**CHAT, "modalities": ["audio"]}, "modalities"),
@@ -151,11 +167,17 @@ def test_methods_and_paths(served: Served) -> None:
 
 def test_a_key_and_a_small_house() -> None:
     with Served("--api-key", "secret", "--max-body", "2000") as guarded:
-        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        for given in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer ÿþ"},
+        ):
             status, headers, found = guarded.call("/v1/models", headers=given)
             assert status == 401 and found["error"]["code"] == "invalid_api_key"
             assert headers["WWW-Authenticate"] == "Bearer"
         key = {"Authorization": "Bearer secret"}
+        assert guarded.call("/v1/models", headers={"Authorization": "bearer secret"})[0] == 200
         assert guarded.call("/v1/models", headers=key)[0] == 200 and guarded.call("/health")[0] == 200
         status, _, found = guarded.call("/v1/completions", {"prompt": "a" * 3000}, headers=key)
         assert status == 413 and "2000" in found["error"]["message"]
@@ -164,10 +186,18 @@ def test_a_key_and_a_small_house() -> None:
     assert "secret" not in "".join(guarded.said)
 
 
+def test_pages_of_other_origins(served: Served) -> None:
+    status, _, found = served.call("/flush_cache", {}, headers={"Origin": "http://elsewhere.example"})
+    assert status == 403 and found["error"]["code"] == "foreign_origin"
+    assert served.call("/flush_cache", {}, headers={"Origin": served.url})[0] == 200
+
+
 def test_what_cannot_be_served_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no directory|no model"):
         Served(model=str(tmp_path / "nothing"))
     with pytest.raises(AssertionError, match="unknown argument"):
         Served("--prot", "1")
+    with Served() as taken, pytest.raises(AssertionError, match="cannot listen on"):
+        Served("--port", taken.url.rsplit(":", 1)[1])
     with pytest.raises(AssertionError, match="--tp-size 4: only 1 is possible"):
         Served("--tp-size", "4")

@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from ..errors import RequestError, SolitonError
+from ..errors import ConfigError, RequestError, SolitonError
 from . import asks, body, native, replies
 from .chat import Chat
 from .describe import openapi
@@ -72,12 +73,18 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     service = request.app[SERVICE]
     key, path = service.config.api_key, request.path
     if key is not None and not (path in OPEN or path.startswith("/static/")):
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(errors="surrogateescape"), key.encode(errors="surrogateescape"))
+        if kind.lower() != "bearer" or not same:
             error = {"message": "the API key is missing or wrong; send it as a bearer token", "param": None}
             error |= {"type": "invalid_request_error", "code": "invalid_api_key"}
             headers = {"WWW-Authenticate": "Bearer"}
             return web.json_response({"error": error, "object": "error", **error}, status=401, headers=headers)
+    origin = request.headers.get("Origin")
+    if origin is not None and request.method == "POST" and urlsplit(origin).netloc != request.host:
+        error = {"message": "pages of other origins may not ask here", "param": None}
+        error |= {"type": "invalid_request_error", "code": "foreign_origin"}
+        return web.json_response({"error": error, "object": "error", **error}, status=403)
     began = time.perf_counter()
     status = 499
     try:
@@ -219,7 +226,12 @@ async def serve(service: Service, *, announce: Callable[[str], None], ready: Cal
     )
     await runner.setup()
     site = web.TCPSite(runner, config.host, config.port, backlog=512)
-    await site.start()
+    try:
+        await site.start()
+    except OSError as error:
+        await runner.cleanup()
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {config.host} port {config.port} ({reason}); choose others") from error
     port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
     announce(f"http://{config.host}:{port}")
     loop = asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from ..sampling.params import SamplingParams
 from .body import Body
 
 MAX_N = 128
+NAME = r"[\w.:/-]{1,128}"  # of a tool
 MAX_PROMPTS = 1024
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SAMPLING = (
@@ -22,7 +24,7 @@ SAMPLING = (
 # mean nothing to a server of one stream, and cost nobody anything
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt", "priority",
-    "parallel_tool_calls", "prediction", "verbosity", "spaces_between_special_tokens", "no_stop_trim", "session_params",
+    "parallel_tool_calls", "prediction", "verbosity", "spaces_between_special_tokens", "session_params",
     "custom_logit_processor", "custom_params", "return_hidden_states", "return_routed_experts", "lora_path", "lora_id",
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "extra_key", "log_metrics",
     "background", "conversation_id", "require_reasoning",
@@ -43,7 +45,15 @@ NOT_HERE = {
     "use_beam_search": "one stream has one beam",
     "return_prompt_token_ids_logprob": "send logprobs",
 }
-NEUTRAL = ("custom_logit_processor", "lora_path", "return_hidden_states", "return_routed_experts", "custom_params")
+NEUTRAL = (
+    "custom_logit_processor",
+    "no_stop_trim",
+    "return_token_ids",
+    "lora_path",
+    "return_hidden_states",
+    "return_routed_experts",
+    "custom_params",
+)
 
 
 @dataclass
@@ -65,6 +75,7 @@ class Ask:
     stream_reasoning: bool = True
     echo: bool = False
     meta: bool = False
+    logprob_start: int = 0  # the first prompt token whose log-probability /generate tells
     grammar_in_answer: bool = False  # the grammar binds the answer, not the reasoning before it
 
     def seeded(self, place: int) -> SamplingParams:
@@ -87,6 +98,10 @@ def _common(body: Body) -> dict[str, Any]:
     if ids is not None and not all(type(token) is int for token in ids):
         raise RequestError(f"{body.name('stop_token_ids')} holds something that is no integer", param="stop_token_ids")
     values["stop"] = body.texts("stop")
+    if values["stop"] == [""]:
+        values["stop"] = None
+    sampling_seed = body.take("sampling_seed", int)  # SGLang's name
+    values["seed"] = values["seed"] if sampling_seed is None else sampling_seed
     for name in ("regex", "ebnf"):
         values[name] = body.take(name, str)
     schema = body.take("json_schema", str, dict)
@@ -185,7 +200,6 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     values["prompt_logprobs"] = scored if scored is not None else values.get("prompt_logprobs")
     _stream(body, ask)
     ask.rid, ask.meta = body.take("rid", str), body.take("return_meta_info", bool, default=False)
-    body.ignore(["return_token_ids"])
     _finish(body)
     ask.params = _params(values)
     return model, ask
@@ -223,7 +237,7 @@ def chat(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     if not messages:
         raise RequestError("messages is missing or empty; send at least one", param="messages")
     for place, message in enumerate(messages):
-        _check_message(place, message)
+        check_message(place, message)
     values = _common(body)
     values["max_tokens"] = _max_tokens(body, ("max_completion_tokens", "max_tokens"))
     logprobs, top = body.take("logprobs", bool, default=False), body.take("top_logprobs", int)
@@ -241,14 +255,14 @@ def chat(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     modalities = body.texts("modalities")
     if modalities is not None and modalities != ["text"]:
         raise RequestError("modalities may hold text only", param="modalities")
-    body.ignore(["return_token_ids"])
     _finish(body)
     ask.grammar_in_answer = any(values.get(k) for k in ("json_schema", "json_object", "regex", "ebnf"))
     ask.params = _params(values)
     return model, ask
 
 
-def _check_message(place: int, message: Any) -> None:
+def check_message(place: int, message: Any) -> None:
+    """RequestError unless it is an object with a role that is known, and calls that are objects."""
     where = f"messages[{place}]"
     if not isinstance(message, dict):
         raise RequestError(f"{where} is no object", param=where)
@@ -271,8 +285,18 @@ def _tools(body: Body, ask: Ask) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise RequestError(f"{where}.function has no name", param=f"{where}.function.name")
         parameters = function.get("parameters")
+        if not re.fullmatch(NAME, function["name"]):
+            raise RequestError(
+                f"{where}.function.name may have letters, digits and _ . : / -", param=f"{where}.function.name"
+            )
+        where = f"{where}.function.parameters"
         if parameters is not None and not isinstance(parameters, dict):
-            raise RequestError(f"{where}.function.parameters is no object", param=f"{where}.function.parameters")
+            raise RequestError(f"{where} is no object", param=where)
+        known, required = (parameters or {}).get("properties", {}), (parameters or {}).get("required", [])
+        if not isinstance(known, dict) or not all(isinstance(kind, dict | bool) for kind in known.values()):
+            raise RequestError(f"{where}.properties is no object of schemas", param=f"{where}.properties")
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            raise RequestError(f"{where}.required is no list of names", param=f"{where}.required")
     choice = body.take("tool_choice", str, dict)
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, dict):
@@ -349,6 +373,7 @@ def native(fields: Mapping[str, Any]) -> Ask:
         values["logprobs"] = top
         if start >= 0:
             values["prompt_logprobs"] = top
+            ask.logprob_start = start
     body.ignore(["return_text_in_logprobs"])
     if body.take("token_ids_logprob", list):
         raise RequestError("token_ids_logprob is not supported; send top_logprobs_num", param="token_ids_logprob")

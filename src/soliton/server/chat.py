@@ -239,11 +239,12 @@ def _tag(tokenizer: Tokenizer | None, tag: str) -> str:
 
 
 def _value(kind: Any) -> str:
-    """An argument's value in a grammar; other types are JSON that holds no tag."""
+    """An argument's value in a grammar: a text as it is where the schema says string, else JSON by the schema."""
     kind = kind if isinstance(kind, dict) else {}
-    if isinstance(kind.get("enum"), list) and kind["enum"]:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in kind["enum"]]
+    choices = kind.get("enum")
+    if isinstance(choices, list) and choices:
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in choices]
         return "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
-    whole = "-?(0|[1-9][0-9]{0,14})"
-    known = {"integer": f"/{whole}/", "number": f"/{whole}(\\.[0-9]{{1,9}})?/", "boolean": '("true" | "false")'}
-    return {**known, "null": '"null"'}.get(str(kind.get("type")), "/[^<]{0,4000}/")
+    if not kind or kind.get("type") == "string":
+        return "/[^<]{0,4000}/"
+    return f"%json {json.dumps(kind)}"

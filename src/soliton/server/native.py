@@ -12,7 +12,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from ..errors import RequestError
 from ..measure.doctor import versions
 from ..prompt import encode
+from .asks import check_message
 from .body import Body, parse
+from .line import DrainingError
 
 if TYPE_CHECKING:
     from .service import Service
@@ -28,7 +30,10 @@ def _service(request: web.Request) -> Service:
 
 async def health(request: web.Request) -> web.Response:
     """Whether answers can be had."""
-    _service(request).check(None)
+    service = _service(request)
+    service.check(None)
+    if service.line.draining:
+        raise DrainingError("the server is ending")
     return web.Response(text="")
 
 
@@ -179,6 +184,10 @@ async def tokenize(request: web.Request) -> web.Response:
     if (prompt is None) == (messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     several = isinstance(prompt, list)
+    if messages is not None and not messages:
+        raise RequestError("messages is empty", param="messages")
+    for place, message in enumerate(messages or []):
+        check_message(place, message)
     if several and not all(isinstance(text, str) for text in prompt):
         raise RequestError("prompt holds something that is no text", param="prompt")
     tokenizer, found = service.checkpoint.tokenizer, []

@@ -263,11 +263,12 @@ class Native(Writer):
         meta = self.meta(place, answer)
         if self._ask.params.logprobs is not None:
             meta["output_token_logprobs"] = [self._entry(e.token_id, e) for e in answer.logprobs]
-            prompt = self._prompt_ids(place)
-            meta["input_token_logprobs"] = [self._entry(prompt[i], e) for i, e in enumerate(answer.scored or [])]
+            start = self._ask.logprob_start
+            scored = list(zip(self._prompt_ids(place), answer.scored or []))[start:]
+            meta["input_token_logprobs"] = [self._entry(token, e) for token, e in scored]
             if self._ask.params.logprobs:
                 meta["output_top_logprobs"] = [self._top(e) for e in answer.logprobs]
-                meta["input_top_logprobs"] = [self._top(e) for e in answer.scored or []]
+                meta["input_top_logprobs"] = [self._top(e) for _, e in scored]
         out = {"text": answer.text, "output_ids": list(answer.ids), "meta_info": meta}
         if streamed and len(self._active.prompts) * self._ask.n > 1:
             out["index"] = place

@@ -19,7 +19,7 @@ from ..errors import RequestError, SolitonError
 from ..prompt import Encoded, prepare
 from .asks import Ask
 from .config import ServerConfig
-from .line import AbortedError, Line, Turn
+from .line import AbortedError, DrainingError, Line, Turn
 from .metrics import Metrics
 from .worker import EngineLost, EngineProcess
 
@@ -73,6 +73,7 @@ class Service:
         self.about: dict[str, Any] = {}
         self.active: dict[str, Active] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     async def load(self) -> None:
         """Start the engine's process and wait for it. EngineLost with the reason."""
@@ -171,14 +172,15 @@ class Service:
         """End requests: the one with this id, or all for None. How many there were."""
         found = [a for a in self.active.values() if rid is None or a.rid == rid]
         for active in found:
+            if not active.aborted.done():
+                active.aborted.set_result(None)
             if active.running:
                 self.engine.abort()
-            elif not active.aborted.done():
-                active.aborted.set_result(None)
         return len(found)
 
     async def stop(self) -> None:
         """End every request and the engine's process."""
+        self._stopping = True
         for task in list(self._tasks):
             task.cancel()
         with suppress(asyncio.CancelledError):
@@ -194,11 +196,17 @@ class Service:
                 place = 0
                 for prompt in active.prompts:
                     for _ in range(active.ask.n):
+                        if active.aborted.done():  # between two answers
+                            raise AbortedError("the request was aborted between two of its answers")
                         if await self._one(active, prompt, place) == "abort":
                             return
                         place += 1
         except asyncio.CancelledError:
             self.metrics.aborted()
+            if self._stopping and self.engine.lost.is_set():
+                put(EngineLost(f"the engine is gone: {self.engine.fault.splitlines()[-1]}"))
+            elif self._stopping:
+                put(DrainingError("the server ended before the answer did"))
             raise
         except TimeoutError:
             self.metrics.aborted()

@@ -93,6 +93,7 @@ class _Desk:
         self._lock = threading.Lock()
         self._current: int | None = None
         self._gone: set[int] = set()
+        self._last = 0  # the newest job that has ended
 
     def listen(self) -> None:
         """In a thread: what the server says, at once."""
@@ -106,7 +107,8 @@ class _Desk:
                 return
             if message[0] == "abort":
                 with self._lock:
-                    self._gone.add(message[1])
+                    if message[1] > self._last:
+                        self._gone.add(message[1])
                     if self._current == message[1]:
                         self._engine.abort()
             else:
@@ -128,7 +130,7 @@ class _Desk:
             _say(self._connection, "error", job.number, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         finally:
             with self._lock:
-                self._current = None
+                self._current, self._last = None, job.number
                 self._gone.discard(job.number)
 
 
@@ -141,7 +143,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._numbers = 0
-        self._inbox: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[int | None, str, Any]] = asyncio.Queue()
         self._current = 0
         self._loaded: asyncio.Future[dict[str, Any]] | None = None
         self.progress = (0, 0)
@@ -180,7 +182,7 @@ class EngineProcess:
         self._connection.send(("run", Job(number, prompt, params)))
         try:
             while True:
-                what, value = await self._inbox.get()
+                what, value = await self._next(number)
                 ended = what != "piece" or value.finish_reason is not None
                 if what == "piece":
                     yield value
@@ -193,13 +195,20 @@ class EngineProcess:
         finally:
             if not ended and not self.lost.is_set():
                 self._connection.send(("abort", number))
-                await self._free()
+                await self._free(number)
 
-    async def _free(self) -> None:
+    async def _next(self, number: int) -> tuple[str, Any]:
+        """The next message of a job, or that the engine is lost; what others left behind is dropped."""
+        while True:
+            whose, what, value = await self._inbox.get()
+            if whose in (number, None):
+                return what, value
+
+    async def _free(self, number: int) -> None:
         """Read on until the answer in progress has ended, whatever is cancelled meanwhile."""
         cancelled = False
         while True:
-            waiting = asyncio.ensure_future(self._inbox.get())
+            waiting = asyncio.ensure_future(self._next(number))
             while not waiting.done():
                 try:
                     await asyncio.shield(waiting)
@@ -222,7 +231,9 @@ class EngineProcess:
         self._numbers += 1
         self._current = self._numbers
         self._connection.send(("flush", self._current))
-        await self._inbox.get()
+        what, value = await self._next(self._current)
+        if what == "lost":
+            raise EngineLost(value)
 
     async def stop(self) -> None:
         """Close the pipe, which ends the process after its current step; kill it if it does not."""
@@ -255,7 +266,7 @@ class EngineProcess:
         elif what == "failed":
             self._lose(value)
         elif number == self._current:
-            self._inbox.put_nowait((what, value))
+            self._inbox.put_nowait((number, what, value))
 
     def _lose(self, fault: str) -> None:
         if self.lost.is_set():
@@ -266,4 +277,4 @@ class EngineProcess:
         assert self._loaded is not None
         if not self._loaded.done():
             self._loaded.set_exception(EngineLost(fault))
-        self._inbox.put_nowait(("lost", fault))
+        self._inbox.put_nowait((None, "lost", fault))
