@@ -65,6 +65,13 @@ def test_other_forms(drafting: Served) -> None:
     assert drafting.ask("/v1/chat/completions", body)["choices"][0]["message"]["content"].startswith("{")
 
 
+def test_offsets_of_half_characters(drafting: Served) -> None:
+    given = {"prompt": "x", "regex": "(😀|漢|é){4}z", "temperature": 0, "logprobs": 0, "max_tokens": 30}
+    whole = drafting.ask("/v1/completions", given)["choices"][0]["logprobs"]
+    parts = [c["logprobs"] for e in drafting.events("/v1/completions", given) for c in e["choices"] if c["logprobs"]]
+    assert [at for part in parts for at in part["text_offset"]] == whole["text_offset"]
+
+
 def test_bad_grammars_cost_nobody_anything(drafting: Served) -> None:
     plain = {"prompt": "def add(a, b):\n", "max_tokens": 10, "temperature": 0}
     before = drafting.ask("/v1/completions", plain)["choices"][0]["text"]

@@ -31,6 +31,7 @@ class Progress:
     reason: str | None = None
     stats: Stats | None = None
     reasoning_tokens: int = 0
+    offset: int = 0  # characters of the tokens whose log-probabilities have been sent
 
     def add(self, piece: Piece) -> None:
         """Take a piece in."""
@@ -165,9 +166,11 @@ class Completion(Writer):
             scored = answer.scored or []
         choice = {
             "index": place, "text": text, "finish_reason": piece.finish_reason,
-            "logprobs": self._logged(place, scored, answer.logprobs[seen:]),
+            "logprobs": self._logged(place, scored, answer.logprobs[seen:], answer.offset),
             "matched_stop": self._matched(answer) if piece.finish_reason == "stop" else None,
         }  # fmt: skip
+        if choice["logprobs"] is not None:
+            answer.offset += sum(map(len, choice["logprobs"]["tokens"]))
         if not text and piece.finish_reason is None and choice["logprobs"] is None:
             return []
         if self._ask.meta:
@@ -213,20 +216,17 @@ class Completion(Writer):
         return {**found, token_text(checkpoint, entry.token_id): entry.logprob}
 
     def _logged(
-        self, place: int, scored: list[TokenLogprob | None], entries: list[TokenLogprob]
+        self, place: int, scored: list[TokenLogprob | None], entries: list[TokenLogprob], offset: int = 0
     ) -> dict[str, Any] | None:
-        """OpenAI's four lists; text offsets are characters of the text that is sent, an echoed prompt included."""
+        """OpenAI's four lists. Text offsets count the characters of the tokens from ``offset`` on, an echoed prompt's
+        included; a token that is part of a character counts as one."""
         if self._ask.params.logprobs is None or not (scored or entries):
             return None
         checkpoint, prompt = self._service.checkpoint, self._prompt_ids(place)
         rows: list[tuple[int, TokenLogprob | None]] = [(prompt[i], entry) for i, entry in enumerate(scored)]
         rows += [(entry.token_id, entry) for entry in entries]
         tokens = [token_text(checkpoint, token) for token, _ in rows]
-        answer = self._answers[place]
-        at = 0
-        if not scored:
-            earlier = answer.ids[: len(answer.ids) - len(entries)]
-            at = len(decode(self._tokenizer, ([*prompt] if self._ask.echo else []) + earlier))
+        at = offset
         offsets = []
         for text in tokens:
             offsets.append(at)
