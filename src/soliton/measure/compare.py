@@ -164,13 +164,13 @@ def _row(way: Way, first: Way) -> dict[str, Any]:
     ratios = [mine / its for mine, its in zip(way.times, first.times, strict=True)]
     return {
         "way": way.name,
-        "tpot_us": _spread([1e6 * one for one in way.times], 1),
-        "ratio": _spread(ratios, 3),
+        "tpot_us": spread([1e6 * one for one in way.times], 1),
+        "ratio": spread(ratios, 3),
         "accept_length": round(way.tokens / way.steps, 3) if way.steps else None,
     }
 
 
-def _spread(values: Sequence[float], digits: int) -> dict[str, float] | None:
+def spread(values: Sequence[float], digits: int) -> dict[str, float] | None:
     """The median and the quartiles."""
     if len(values) < 2:
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -26,11 +25,10 @@ from ..engine import Engine
 from ..errors import ConfigError
 from ..sampling.params import SamplingParams
 from .about import commit, device_name, driver, sampling_words
+from .compare import LEAST, Load, spread
 from .doctor import versions
 
-LEAST = 8  # tokens after the first that a time needs
 CROWD, PAUSE_S = 200, 0.002  # of a storm: connections that do nothing; the time between two bad requests
-Load = Callable[[EngineConfig], Any]
 
 
 @contextmanager
@@ -139,8 +137,8 @@ def measure_serve(
             "sampling": sampling_words(resolved), "max_tokens": params.max_tokens, "answers": len(rows),
             "storm": stormy,
             "device": device_name(runtime.parts.device), "different": different if resolved.greedy else None,
-            "engine_us": _spread([1e6 * a for a, _ in rows], 1), "server_us": _spread([1e6 * b for _, b in rows], 1),
-            "ratio": _spread([b / a for a, b in rows], 4), "commit": commit(), "versions": versions(),
+            "engine_us": spread([1e6 * a for a, _ in rows], 1), "server_us": spread([1e6 * b for _, b in rows], 1),
+            "ratio": spread([b / a for a, b in rows], 4), "commit": commit(), "versions": versions(),
             "driver": driver(),
         }  # fmt: skip
 
@@ -174,11 +172,6 @@ def _tpot(marks: Sequence[tuple[float, int]]) -> float | None:
     if not marks or marks[-1][1] - marks[0][1] < LEAST:
         return None
     return (marks[-1][0] - marks[0][0]) / (marks[-1][1] - marks[0][1])
-
-
-def _spread(values: Sequence[float], digits: int) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": round(middle, digits), "q1": round(low, digits), "q3": round(high, digits)}
 
 
 def as_table(report: dict[str, Any]) -> list[tuple[str, str]]:

@@ -25,7 +25,6 @@ SAMPLING = (
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt", "priority",
     "parallel_tool_calls", "prediction", "verbosity", "spaces_between_special_tokens", "session_params",
-    "custom_logit_processor", "custom_params", "return_hidden_states", "return_routed_experts", "lora_path", "lora_id",
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "extra_key", "log_metrics",
     "background", "conversation_id", "require_reasoning",
 )  # fmt: skip
@@ -50,6 +49,7 @@ NEUTRAL = (
     "no_stop_trim",
     "return_token_ids",
     "lora_path",
+    "lora_id",
     "return_hidden_states",
     "return_routed_experts",
     "custom_params",
@@ -59,7 +59,7 @@ NEUTRAL = (
 @dataclass
 class Ask:
     """What one HTTP request wants. prompts: texts, token ids or one list of messages; params: for each answer but its
-    seed (see ``seeded``); chat: variables of the template; parse: whether answers are read as chat messages."""
+    seed (see ``seeded``); chat: variables of the template."""
 
     prompts: list[Any]
     params: SamplingParams
@@ -72,7 +72,6 @@ class Ask:
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: str = "none"
     separate_reasoning: bool = True
-    stream_reasoning: bool = True
     echo: bool = False
     meta: bool = False
     logprob_start: int = 0  # the first prompt token whose log-probability /generate tells
@@ -250,7 +249,8 @@ def chat(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     _thinking(body, ask)
     _stream(body, ask)
     ask.separate_reasoning = body.take("separate_reasoning", bool, default=True)
-    ask.stream_reasoning = body.take("stream_reasoning", bool, default=True)
+    if not body.take("stream_reasoning", bool, default=True):
+        raise RequestError("stream_reasoning = false is not supported; reasoning is streamed", param="stream_reasoning")
     ask.rid, ask.meta = body.take("rid", str), body.take("return_meta_info", bool, default=False)
     modalities = body.texts("modalities")
     if modalities is not None and modalities != ["text"]:
