@@ -301,6 +301,11 @@ class TestDoctor:
         said = capsys.readouterr().out
         assert all(f"  {key}  " in said for key in settings) and "kda.prefill" in said and "memory plan" in said
 
+    def test_a_draft_that_comes_with_the_model(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["doctor", "pebble", "--device", "cpu", "--speculation", "dspark", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["model"]["settings"]
+        assert {"key": "draft", "value": "dspark", "reason": "comes with the model"} in rows
+
     def test_shapes_are_those_of_the_loaded_model(self, micro: str) -> None:
         from soliton.checkpoint import open_checkpoint
         from soliton.config import EngineConfig, bind

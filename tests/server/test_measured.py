@@ -11,7 +11,7 @@ from soliton.cli import main
 
 @pytest.mark.parametrize("storm", [[], ["--storm"]])
 def test_the_server_beside_the_engine(capsys: pytest.CaptureFixture[str], storm: list[str]) -> None:
-    words = ["measure", "serve", "pebble", "--device", "cpu", "--threads", "1", "--repeats", "3", "--max-tokens", "24"]
+    words = ["measure", "serve", "pebble", "--device", "cpu", "--threads", "1", "--repeats", "3", "--max-tokens", "48"]
     assert main([*words, "--json", *storm]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["answers"], found["different"], found["storm"]) == (3, 0, bool(storm))

@@ -89,6 +89,24 @@ def test_logprobs_and_echo(client: Any) -> None:
     assert bytes(content[0].bytes).decode() == content[0].token
 
 
+def test_a_prompt_is_scored_without_an_answer(client: Any, served: Served) -> None:
+    given = {"model": "pebble", "prompt": ADD, "temperature": 0, "echo": True, "logprobs": 1}
+    scored = client.completions.create(**given, max_tokens=0).choices[0]
+    longer = client.completions.create(**given, max_tokens=1).choices[0]
+    assert (scored.text, scored.finish_reason) == (ADD, "length")
+    assert scored.logprobs.tokens == longer.logprobs.tokens[:-1] and scored.logprobs.token_logprobs[0] is None
+    assert scored.logprobs.token_logprobs == longer.logprobs.token_logprobs[:-1]
+    streamed = list(client.completions.create(**given, max_tokens=0, stream=True))
+    assert [chunk.choices[0].text for chunk in streamed] == [ADD]
+    del given["logprobs"]
+    plain = client.completions.create(**given, max_tokens=0).choices[0]
+    assert (plain.text, plain.logprobs) == (ADD, None)
+    assert served.call("/v1/completions", {"prompt": ADD, "max_tokens": 0})[0] == 400
+    none = served.ask("/generate", {"text": ADD, "sampling_params": {"max_new_tokens": 0}, "return_logprob": True})
+    assert (none["text"], none["meta_info"]["completion_tokens"]) == ("", 0)
+    assert none["meta_info"]["input_token_logprobs"] == none["meta_info"]["output_token_logprobs"] == []
+
+
 def test_stops_bias_and_penalties(client: Any) -> None:
     given = {"model": "pebble", "prompt": ADD, "max_tokens": 40, "temperature": 0}
     plain = client.completions.create(**given).choices[0]
@@ -172,6 +190,8 @@ def test_generate_as_sglang_s_benchmark_asks(served: Served) -> None:
     assert served.ask("/get_model_info", None)["is_generation"] is True
     ids = served.ask("/generate", {"input_ids": [[338, 1181], [338]], "sampling_params": {"max_new_tokens": 3}})
     assert [len(found["output_ids"]) for found in ids] == [3, 3]
+    one = served.ask("/generate", {"text": ["a"], "sampling_params": {"max_new_tokens": 3}})
+    assert len(one) == 1, "a list is answered with a list"
 
 
 def test_generate_s_logprobs(served: Served) -> None:
@@ -191,6 +211,26 @@ def test_aborting_by_name(served: Served) -> None:
     last = list(events)[-1]["meta_info"]
     assert last["finish_reason"]["type"] == "abort" and last["completion_tokens"] < 3000
     assert served.ask("/abort_request", {"rid": "mine"}) == {"aborted": 0}
+
+
+def test_aborting_one_prompt_of_several(served: Served) -> None:
+    long = {"max_new_tokens": 3000, "ignore_eos": True}
+    body = {"text": [ADD, ADD, "a"], "rid": ["one", "two", "three"], "sampling_params": long}
+    ends: dict[int, dict[str, Any]] = {}
+    for event in served.events("/generate", body):
+        meta = event["meta_info"]
+        assert meta["id"] == body["rid"][event["index"]]
+        if event["index"] not in ends and event["index"] == 0:
+            assert served.ask("/abort_request", {"rid": "two"}) == {"aborted": 1}
+            assert served.ask("/abort_request", {"rid": "one"}) == {"aborted": 1}
+        if event["index"] == 2 and meta["completion_tokens"] > 20:
+            served.ask("/abort_request", {"rid": "three"})
+        ends[event["index"]] = meta
+    assert [ends[place]["finish_reason"]["type"] for place in range(3)] == ["abort"] * 3
+    assert ends[0]["completion_tokens"] > 0 == ends[1]["completion_tokens"] and ends[2]["completion_tokens"] > 20
+    assert served.ask("/abort_request", {"rid": "two"}) == {"aborted": 0}
+    assert served.call("/generate", {**body, "rid": ["one", "one", "two"]})[0] == 400
+    assert served.call("/generate", {**body, "rid": ["one"]})[0] == 400
 
 
 def test_tokens_and_health(served: Served) -> None:

@@ -105,12 +105,15 @@ def _model(config: EngineConfig) -> tuple[dict[str, Any], list[tuple[int, int]],
     if settled.device == "cpu" and settled.threads is not None:
         torch.set_num_threads(settled.threads)
     reasons = {decision.key: decision.reason for decision in decisions}
+    draft = find_draft(settled, checkpoint)
+    found = {}  # what no setting names
+    if draft is not None and settled.draft is None:
+        found, reasons["draft"] = {"draft": draft.name}, "comes with the model"
     rows = []
     for leaf in settings(EngineConfig):
         given = getattr(config, leaf.key)
         reason = reasons.get(leaf.key) or ("as given" if given != leaf.default else "the default")
-        rows.append({"key": leaf.key, "value": getattr(settled, leaf.key), "reason": reason})
-    draft = find_draft(settled, checkpoint)
+        rows.append({"key": leaf.key, "value": found.get(leaf.key, getattr(settled, leaf.key)), "reason": reason})
     problems = doubts(settled, checkpoint, draft) if draft is not None else []
     try:
         plan = plan_memory(settled, checkpoint)

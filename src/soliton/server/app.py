@@ -126,7 +126,7 @@ async def _answer(request: web.Request, active: Active, writer: replies.Writer) 
     service = request.app[SERVICE]
     turn, pieces = await service.turn(active)
     headers = {
-        **HEADERS, "X-Request-Id": active.rid, "X-Queue-Position": str(turn.position),
+        **HEADERS, "X-Request-Id": active.rid(), "X-Queue-Position": str(turn.position),
         "X-Queue-Wait-Ms": f"{turn.waited_s * 1e3:.1f}",
     }  # fmt: skip
     try:

@@ -16,6 +16,7 @@ from .body import Body
 MAX_N = 128
 NAME = r"[\w.:/-]{1,128}"  # of a tool
 MAX_PROMPTS = 1024
+MAX_PROMPT = 2**31  # tokens: more than any prompt has
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
@@ -66,6 +67,8 @@ class Ask:
     n: int = 1
     stream: bool = False
     rid: str | None = None
+    batch: bool = False  # /generate was sent a list of prompts and answers with a list, be it of one
+    rids: tuple[str, ...] = ()  # of several prompts, each its own
     usage: bool = False  # a stream's last chunk tells it
     usage_always: bool = False  # every chunk does
     chat: dict[str, Any] = field(default_factory=dict)
@@ -119,10 +122,11 @@ def _params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams.from_dict(given)
 
 
-def _count(body: Body, name: str) -> int | None:
+def _count(body: Body, name: str, least: int) -> int | None:
     value = body.take(name, int)
-    if value is not None and value < 1:
-        raise RequestError(f"{name} is {value}; at least 1 is needed", param=name)
+    if value is not None and value < least:
+        hint = ", or 0 with echo = true" if name == "max_tokens" and least else ""
+        raise RequestError(f"{name} is {value}; at least {least} is needed{hint}", param=name)
     return int(value) if value is not None else None
 
 
@@ -184,7 +188,9 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     if prompt is None:
         raise RequestError("prompt is missing", param="prompt")
     values = _common(body)
-    values["max_tokens"] = _max_tokens(body, ("max_tokens", "max_completion_tokens")) or 16
+    echo = body.take("echo", bool, default=False)
+    limit = _max_tokens(body, ("max_tokens", "max_completion_tokens"), 0 if echo else 1)
+    values["max_tokens"] = 16 if limit is None else limit
     logprobs = body.take("logprobs", int, bool)
     values["logprobs"] = None if logprobs is False else int(logprobs) if logprobs is not None else None
     _response_format(body, values)
@@ -192,9 +198,11 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     if body.take("best_of", int, default=n) != n:
         raise RequestError("best_of differs from n; every answer that is made is returned", param="best_of")
     ask = Ask(prompts=_prompts(prompt), params=SamplingParams(), n=n)
-    ask.echo = body.take("echo", bool, default=False)
-    if ask.echo and values["logprobs"] is not None:
+    ask.echo = echo
+    if echo and values["logprobs"] is not None:
         values["prompt_logprobs"] = values["logprobs"]
+    elif limit == 0:
+        values["prompt_logprobs"] = 0  # the engine reads a prompt without an answer to score it only
     scored = body.take("prompt_logprobs", int)
     values["prompt_logprobs"] = scored if scored is not None else values.get("prompt_logprobs")
     _stream(body, ask)
@@ -204,8 +212,8 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     return model, ask
 
 
-def _max_tokens(body: Body, names: tuple[str, ...]) -> int | None:
-    found = {name: _count(body, name) for name in names}
+def _max_tokens(body: Body, names: tuple[str, ...], least: int = 1) -> int | None:
+    found = {name: _count(body, name, least) for name in names}
     given = {name: value for name, value in found.items() if value is not None}
     if len(set(given.values())) > 1:
         raise RequestError(f"{' and '.join(given)} differ; give one of them", param=next(iter(given)))
@@ -343,12 +351,12 @@ def native(fields: Mapping[str, Any]) -> Ask:
     if (text is None) == (ids is None):
         raise RequestError("give either text or input_ids", param="text")
     prompts: list[Any]
+    nested = bool(ids) and all(isinstance(item, list) for item in ids)
     if text is not None:
         prompts = [text] if isinstance(text, str) else text
         if not prompts or not all(isinstance(item, str) for item in prompts):
             raise RequestError("text is no text and no list of texts", param="text")
     else:
-        nested = bool(ids) and all(isinstance(item, list) for item in ids)
         prompts = ids if nested else [ids]
         for item in prompts:
             if not all(type(token) is int for token in item):
@@ -364,7 +372,7 @@ def native(fields: Mapping[str, Any]) -> Ask:
     values["max_tokens"] = next((value for value in (limit, other) if value is not None), 128)
     least = inner.take("min_new_tokens", int)
     values["min_tokens"] = least if least is not None else values["min_tokens"]
-    ask = Ask(prompts=prompts, params=SamplingParams(), n=_n(inner))
+    ask = Ask(prompts=prompts, params=SamplingParams(), n=_n(inner), batch=nested or isinstance(text, list))
     _finish(inner)
     ask.stream = body.take("stream", bool, default=False)
     wants = body.take("return_logprob", bool, default=False)
@@ -378,10 +386,18 @@ def native(fields: Mapping[str, Any]) -> Ask:
     if body.take("token_ids_logprob", list):
         raise RequestError("token_ids_logprob is not supported; send top_logprobs_num", param="token_ids_logprob")
     rid = body.take("rid", str, list)
-    ask.rid = rid if isinstance(rid, str) else rid[0] if rid and isinstance(rid[0], str) else None
+    if isinstance(rid, list):
+        if len(rid) != len(prompts) or len(set(map(str, rid))) < len(rid) or not all(type(name) is str for name in rid):
+            raise RequestError(
+                f"rid lists {len(rid)} ids for {len(prompts)} prompts; give one text, or one of its own to each",
+                param="rid",
+            )
+        ask.rids = tuple(rid)
+    else:
+        ask.rid = rid
     ask.usage_always = True
     _finish(body)
     if values["max_tokens"] == 0 and values.get("prompt_logprobs") is None:
-        values["max_tokens"] = 0
+        values["prompt_logprobs"], ask.logprob_start = 0, MAX_PROMPT  # read, and told nothing of
     ask.params = _params(values)
     return ask

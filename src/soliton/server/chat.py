@@ -172,7 +172,7 @@ class Chat(Writer):
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = {
-            "id": self._active.rid, "object": "chat.completion.chunk" if self._ask.stream else "chat.completion",
+            "id": self._active.rid(), "object": "chat.completion.chunk" if self._ask.stream else "chat.completion",
             "created": self._created, "model": self._service.name, "choices": choices,
         }  # fmt: skip
         if self._ask.stream and (self._ask.usage or self._ask.usage_always):

@@ -48,7 +48,8 @@ TOOL = {
 }  # fmt: skip
 BODIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {  # path -> what it does, required fields, fields
     "/v1/completions": ("continue a text", ["prompt"], {
-        "prompt": {"oneOf": [TEXT, IDS, {"type": "array", "items": TEXT, "minItems": 1}]}, "max_tokens": LIMIT,
+        "prompt": {"oneOf": [TEXT, IDS, {"type": "array", "items": TEXT, "minItems": 1}]},
+        "max_tokens": {**WHOLE, "minimum": 0},  # 0 with echo only
         "logprobs": {**WHOLE, "minimum": 0, "maximum": 20}, "echo": YES, "best_of": LIMIT, **SAMPLING, **STREAM,
     }),
     "/v1/chat/completions": ("answer messages", ["messages"], {
@@ -60,7 +61,8 @@ BODIES: dict[str, tuple[str, list[str], dict[str, Any]]] = {  # path -> what it 
     "/generate": ("answer as SGLang does", [], {
         "text": {"oneOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]}, "input_ids": IDS,
         "sampling_params": {**OBJECT, "properties": {**SAMPLING, "max_new_tokens": {**WHOLE, "minimum": 0}}},
-        "stream": YES, "return_logprob": YES, "logprob_start_len": WHOLE, "top_logprobs_num": WHOLE, "rid": TEXT,
+        "stream": YES, "return_logprob": YES, "logprob_start_len": WHOLE, "top_logprobs_num": WHOLE,
+        "rid": {"oneOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}]},
     }),
     "/tokenize": ("ids of a text or of messages", [], {
         "prompt": {"oneOf": [TEXT, {"type": "array", "items": TEXT}]}, "add_special_tokens": YES,

@@ -83,7 +83,7 @@ class Writer:
         steps, accepted = len(later), sum(later) - len(later)
         proposed = steps * ((drafts or 1) - 1)
         out: dict[str, Any] = {
-            "id": self._active.rid,
+            "id": self._active.rid(place // self._ask.n),
             "finish_reason": self._finish(answer),
             "prompt_tokens": len(self._prompt_ids(place)),
             "completion_tokens": len(answer.ids),
@@ -201,7 +201,7 @@ class Completion(Writer):
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body = {
-            "id": self._active.rid, "object": "text_completion", "created": self._created,
+            "id": self._active.rid(), "object": "text_completion", "created": self._created,
             "model": self._service.name, "choices": choices,
         }  # fmt: skip
         if self._ask.stream and (self._ask.usage or self._ask.usage_always):
@@ -257,7 +257,11 @@ class Native(Writer):
     def whole(self) -> Any:
         """One object, or a list of them for several prompts or answers."""
         found = [self._one(place, answer, streamed=False) for place, answer in enumerate(self._answers)]
-        return found[0] if len(self._active.prompts) * self._ask.n == 1 else found
+        return found if self._several else found[0]
+
+    @property
+    def _several(self) -> bool:
+        return self._ask.batch or self._ask.n > 1
 
     def _one(self, place: int, answer: Progress, *, streamed: bool) -> dict[str, Any]:
         meta = self.meta(place, answer)
@@ -270,7 +274,7 @@ class Native(Writer):
                 meta["output_top_logprobs"] = [self._top(e) for e in answer.logprobs]
                 meta["input_top_logprobs"] = [self._top(e) for _, e in scored]
         out = {"text": answer.text, "output_ids": list(answer.ids), "meta_info": meta}
-        if streamed and len(self._active.prompts) * self._ask.n > 1:
+        if streamed and self._several:
             out["index"] = place
         return out
 

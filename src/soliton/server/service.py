@@ -45,18 +45,25 @@ class DeadlineError(SolitonError, TimeoutError):
     """The request took longer than it may."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Active:
-    """A request in the house: its id, when it came, its prompts, and how to end it."""
+    """A request in the house: its ids (one, or one a prompt), when it came, its prompts, and how to end it or some of
+    its prompts."""
 
-    rid: str
+    rids: tuple[str, ...]
     came: float
     ask: Ask
     prompts: list[Encoded]
     aborted: asyncio.Future[None]
     running: bool = False
+    at: int = 0  # the prompt that is being answered
+    dropped: set[int] = field(default_factory=set)  # prompts of which no answer is wanted any more
     turn: Turn | None = None
     pieces: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    def rid(self, which: int = 0) -> str:
+        """The id of a prompt's answers."""
+        return self.rids[which if len(self.rids) > 1 else 0]
 
 
 class Service:
@@ -116,14 +123,15 @@ class Service:
 
     async def enter(self, ask: Ask, kind: str, size: int = 0) -> Active:
         """Check everything that can be refused, and take the request in. RequestError."""
-        if ask.rid is not None and not re.fullmatch(r"[!-~]{1,256}", ask.rid):
+        given = ask.rids or (() if ask.rid is None else (ask.rid,))
+        if not all(re.fullmatch(r"[!-~]{1,256}", rid) for rid in given):
             raise RequestError("rid has to be 1 to 256 printable ASCII characters without spaces", param="rid")
         seen = await self.aside(size, lambda: self._prepared(ask, kind))
-        rid = ask.rid or f"{kind}-{uuid.uuid4().hex}"
-        if rid in self.active:
-            raise RequestError(f"a request with the id {rid!r} is in the house already; choose another", param="rid")
-        active = Active(rid, time.perf_counter(), ask, seen, asyncio.get_running_loop().create_future())
-        self.active[rid] = active
+        rids = given or (f"{kind}-{uuid.uuid4().hex}",)
+        if taken := [rid for rid in rids if rid in self.active]:
+            raise RequestError(f"a request with the id {taken[0]!r} is in the house; choose another", param="rid")
+        active = Active(rids, time.perf_counter(), ask, seen, asyncio.get_running_loop().create_future())
+        self.active |= dict.fromkeys(rids, active)
         return active
 
     def _prepared(self, ask: Ask, kind: str) -> list[Encoded]:
@@ -152,7 +160,8 @@ class Service:
                     raise item
                 yield item
         finally:
-            self.active.pop(active.rid, None)
+            for rid in active.rids:
+                self.active.pop(rid, None)
             task.cancel()
 
     async def turn(self, active: Active) -> tuple[Turn, AsyncIterator[tuple[int, Piece]]]:
@@ -169,9 +178,16 @@ class Service:
         return active.turn, _again(first, pieces)
 
     def abort(self, rid: str | None) -> int:
-        """End requests: the one with this id, or all for None. How many there were."""
-        found = [a for a in self.active.values() if rid is None or a.rid == rid]
+        """End requests: the one with this id, or all for None; of a request with an id for each prompt, that prompt's
+        answers. How many there were."""
+        found = set(self.active.values()) if rid is None else {self.active[rid]} if rid in self.active else set()
         for active in found:
+            if rid is not None and len(active.rids) > 1:
+                active.dropped.add(active.rids.index(rid))
+                if len(active.dropped) < len(active.rids):
+                    if active.running and active.at in active.dropped:
+                        self.engine.abort()
+                    continue
             if not active.aborted.done():
                 active.aborted.set_result(None)
             if active.running:
@@ -193,14 +209,16 @@ class Service:
             async with asyncio.timeout(limit), self.line.turn(active.aborted) as active.turn:
                 active.running = True
                 self.metrics.begun()
-                place = 0
-                for prompt in active.prompts:
-                    for _ in range(active.ask.n):
-                        if active.aborted.done():  # between two answers
-                            raise AbortedError("the request was aborted between two of its answers")
-                        if await self._one(active, prompt, place) == "abort":
-                            return
-                        place += 1
+                for place in range(len(active.prompts) * active.ask.n):
+                    active.at = place // active.ask.n
+                    if active.aborted.done():  # between two answers
+                        raise AbortedError("the request was aborted between two of its answers")
+                    if active.at in active.dropped:
+                        put((place, _dropped()))
+                        continue
+                    reason = await self._one(active, active.prompts[active.at], place)
+                    if reason == "abort" and (active.at not in active.dropped or active.aborted.done()):
+                        return
         except asyncio.CancelledError:
             self.metrics.aborted()
             if self._stopping and self.engine.lost.is_set():
@@ -233,6 +251,12 @@ class Service:
                 total = time.perf_counter() - active.came
                 self.metrics.answered(piece.stats, waited_s=active.turn.waited_s, total_s=total)
         return reason
+
+
+def _dropped() -> Piece:
+    from ..engine import Piece
+
+    return Piece(token_ids=(), text="", finish_reason="abort")
 
 
 async def _again(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
