@@ -46,15 +46,9 @@ NOT_HERE = {
     "return_prompt_token_ids_logprob": "send logprobs",
 }
 NEUTRAL = (
-    "custom_logit_processor",
-    "no_stop_trim",
-    "return_token_ids",
-    "lora_path",
-    "lora_id",
-    "return_hidden_states",
-    "return_routed_experts",
-    "custom_params",
-)
+    "custom_logit_processor", "no_stop_trim", "return_token_ids", "lora_path", "lora_id", "return_hidden_states",
+    "return_routed_experts", "custom_params",
+)  # fmt: skip
 
 
 @dataclass

@@ -7,6 +7,7 @@ same answer in one body. Stream and whole are made of the same parts, so they ca
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,20 @@ class Progress:
         self.reason, self.stats = piece.finish_reason, piece.stats
 
 
-class Writer:
+class Writer(ABC):
     """What all kinds of answers share."""
+
+    @abstractmethod
+    def push(self, place: int, piece: Piece) -> list[dict[str, Any]]:
+        """The events of one piece of the answer at a place."""
+
+    @abstractmethod
+    def end(self) -> list[dict[str, Any]]:
+        """What comes before [DONE]."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """All of it in one body."""
 
     def __init__(self, service: Service, active: Active) -> None:
         self._service, self._active, self._ask = service, active, active.ask
