@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -229,6 +230,14 @@ def test_aborting_one_prompt_of_several(served: Served) -> None:
     assert [ends[place]["finish_reason"]["type"] for place in range(3)] == ["abort"] * 3
     assert ends[0]["completion_tokens"] > 0 == ends[1]["completion_tokens"] and ends[2]["completion_tokens"] > 20
     assert served.ask("/abort_request", {"rid": "two"}) == {"aborted": 0}
+    whole: list[Any] = []
+    thread = threading.Thread(target=lambda: whole.append(served.ask("/generate", body)))
+    thread.start()
+    for name in ("two", "three", "one"):
+        while not served.ask("/abort_request", {"rid": name})["aborted"]:
+            pass
+    thread.join()
+    assert [answer["meta_info"]["finish_reason"]["type"] for answer in whole[0]] == ["abort"] * 3, "one for each prompt"
     assert served.call("/generate", {**body, "rid": ["one", "one", "two"]})[0] == 400
     assert served.call("/generate", {**body, "rid": ["one"]})[0] == 400
 

@@ -209,16 +209,16 @@ class Service:
             async with asyncio.timeout(limit), self.line.turn(active.aborted) as active.turn:
                 active.running = True
                 self.metrics.begun()
+                cut = False
                 for place in range(len(active.prompts) * active.ask.n):
                     active.at = place // active.ask.n
-                    if active.aborted.done():  # between two answers
-                        raise AbortedError("the request was aborted between two of its answers")
-                    if active.at in active.dropped:
+                    if active.aborted.done() or active.at in active.dropped:
                         put((place, _dropped()))
-                        continue
-                    reason = await self._one(active, active.prompts[active.at], place)
-                    if reason == "abort" and (active.at not in active.dropped or active.aborted.done()):
-                        return
+                        cut = True
+                    else:
+                        cut |= await self._one(active, active.prompts[active.at], place) == "abort"
+                if cut:
+                    self.metrics.aborted()
         except asyncio.CancelledError:
             self.metrics.aborted()
             if self._stopping and self.engine.lost.is_set():
@@ -246,8 +246,6 @@ class Service:
             first, reason = False, piece.finish_reason
             active.pieces.put_nowait((place, piece))
             if piece.stats is not None:
-                if piece.finish_reason == "abort":
-                    self.metrics.aborted()
                 total = time.perf_counter() - active.came
                 self.metrics.answered(piece.stats, waited_s=active.turn.waited_s, total_s=total)
         return reason
