@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from ..step.executor import Executor, Slot
+from ..step.executor import Executor, Guide, Slot
 from ..step.program import Program
 
 
@@ -42,6 +43,14 @@ class Watched:
         self._zero.record()
         self._zero.synchronize()
         self._clock = time.perf_counter()
+
+    def capture(self, programs: Iterable[Program]) -> None:
+        """See Executor."""
+        self.executor.capture(programs)
+
+    def guided(self, program: Program, guide: Guide) -> None:
+        """See Executor."""
+        self.executor.guided(program, guide)
 
     def launch(self, program: Program) -> None:
         """See Executor."""

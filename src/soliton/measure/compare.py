@@ -149,7 +149,8 @@ def _answer(way: Way, prompt: Any, params: SamplingParams) -> tuple[list[int], i
     """(ids, tokens after the first piece, seconds from it to the last, accept lengths)."""
     ids: list[int] = []
     began = ended = 0.0
-    before, lengths = 0, ()
+    before = 0
+    lengths: tuple[int, ...] = ()
     for piece in way.engine.stream(prompt, params):
         if piece.token_ids:
             ended = time.perf_counter()

@@ -221,7 +221,7 @@ class Repeated:
 
     def phases(self) -> dict[str, float]:
         """Microseconds of each phase by itself, as a graph of its own on a GPU."""
-        found = {}
+        found: dict[str, float] = {}
         for phase in self.program.phases:
             self.again()
             found[phase.name] = round(found.get(phase.name, 0.0) + self._phase(phase.tape), 2)

@@ -22,7 +22,10 @@ from .weights import ModelWeights
 class DraftProvider(Protocol):
     """Where a draft's tensors come from, by native names (model.draft_spec.shapes)."""
 
-    d2t: Tensor | None
+    @property
+    def d2t(self) -> Tensor | None:
+        """The target's ids of the draft vocabulary's tokens, None where both are the same."""
+        ...
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
         """The tensor of that name."""

@@ -47,7 +47,7 @@ def _moe(tape: Tape, w: MoeWeights, spec: MoeSpec, x: Tensor, rows: Tensor | Non
     else:
         out = tape.new(count, x.shape[1])
         shared = (w.shared_up, w.shared_down, spec.limit, spec.shared_limit)
-        scratch = ()
+        scratch: tuple[Tensor, ...] = ()
         if tape.fused:
             assert isinstance(w.up, Tensor)
             scratch = (tape.new(count, spec.top_k, spec.width), tape.new(count, spec.shared_width))

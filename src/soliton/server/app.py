@@ -148,7 +148,7 @@ async def _answer(request: web.Request, active: Active, writer: replies.Writer) 
         await response.write_eof()
         return response
     finally:
-        await pieces.aclose()  # type: ignore[attr-defined]
+        await pieces.aclose()
 
 
 async def _send(response: web.StreamResponse, event: Any) -> None:

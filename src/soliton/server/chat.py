@@ -40,6 +40,7 @@ class Chat(Writer):
         super().__init__(service, active)
         self.active = active
         self._thinking = thinking
+        self._kind = "chat.completion.chunk" if active.ask.stream else "chat.completion"
         self._readings: list[Reading] = []
 
     @classmethod
@@ -88,7 +89,7 @@ class Chat(Writer):
 
     def end(self) -> list[dict[str, Any]]:
         """What comes before [DONE]."""
-        return [self._body([]) | {"usage": self.usage()}] if self._ask.usage else []
+        return [self._body(self._kind, []) | {"usage": self.usage()}] if self._ask.usage else []
 
     def whole(self) -> dict[str, Any]:
         """All of it in one body."""
@@ -113,7 +114,7 @@ class Chat(Writer):
             if self._ask.meta:
                 choice["meta_info"] = self.meta(place, answer)
             choices.append(choice)
-        return self._body(choices) | {"usage": self.usage()}
+        return self._body(self._kind, choices) | {"usage": self.usage()}
 
     def _parser(self) -> MessageParser:
         reads = self._service.parses("tool_call_parser")
@@ -145,7 +146,7 @@ class Chat(Writer):
             }  # fmt: skip
             if self._ask.meta and i == len(sent) - 1:
                 choice["meta_info"] = self.meta(place, answer)
-            events.append(self._body([choice]))
+            events.append(self._body(self._kind, [choice]))
         return events
 
     def _delta(self, reading: Reading, delta: Delta) -> dict[str, Any] | None:
@@ -169,15 +170,6 @@ class Chat(Writer):
         if self._thinking:
             close = _id_of(self._tokenizer, "</think>")
             answer.reasoning_tokens = answer.ids.index(close) + 1 if close in answer.ids else len(answer.ids)
-
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        body = {
-            "id": self._active.rid(), "object": "chat.completion.chunk" if self._ask.stream else "chat.completion",
-            "created": self._created, "model": self._service.name, "choices": choices,
-        }  # fmt: skip
-        if self._ask.stream and (self._ask.usage or self._ask.usage_always):
-            body["usage"] = self.usage() if self._ask.usage_always else None
-        return body
 
     def _logged(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
         if self._ask.params.logprobs is None or not entries:

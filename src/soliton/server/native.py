@@ -195,7 +195,7 @@ async def tokenize(request: web.Request) -> web.Response:
         if isinstance(text, str) and tokenizer is not None:
             found.append(tokenizer.encode(text, add_special=special))
         else:
-            found.append(encode(service.checkpoint, text, {})[0])
+            found.append(encode(service.checkpoint, text or "", {})[0])
     counts = [len(ids) for ids in found]
     limit = service.max_context if service.about else None
     out = {"tokens": found, "count": counts} if several else {"tokens": found[0], "count": counts[0]}

@@ -75,6 +75,15 @@ class Writer(ABC):
     def _prompt_ids(self, place: int) -> tuple[int, ...]:
         return self._active.prompts[place // self._ask.n].ids
 
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "id": self._active.rid(), "object": kind, "created": self._created, "model": self._service.name,
+            "choices": choices,
+        }  # fmt: skip
+        if self._ask.stream and (self._ask.usage or self._ask.usage_always):
+            body["usage"] = self.usage() if self._ask.usage_always else None
+        return body
+
     def usage(self) -> dict[str, Any]:
         """Tokens so far: each prompt once, however many answers it has."""
         prompt = sum(len(p.ids) for p in self._active.prompts)
@@ -177,7 +186,7 @@ class Completion(Writer):
         if fresh and self._ask.echo:
             text = decode(self._tokenizer, self._prompt_ids(place)) + text
             scored = answer.scored or []
-        choice = {
+        choice: dict[str, Any] = {
             "index": place, "text": text, "finish_reason": piece.finish_reason,
             "logprobs": self._logged(place, scored, answer.logprobs[seen:], answer.offset),
             "matched_stop": self._matched(answer) if piece.finish_reason == "stop" else None,
@@ -188,11 +197,11 @@ class Completion(Writer):
             return []
         if self._ask.meta:
             choice["meta_info"] = self.meta(place, answer)
-        return [self._body([choice])]
+        return [self._body("text_completion", [choice])]
 
     def end(self) -> list[dict[str, Any]]:
         """What comes before [DONE]."""
-        return [self._body([]) | {"usage": self.usage()}] if self._ask.usage else []
+        return [self._body("text_completion", []) | {"usage": self.usage()}] if self._ask.usage else []
 
     def whole(self) -> dict[str, Any]:
         """All of it in one body."""
@@ -210,16 +219,7 @@ class Completion(Writer):
             if self._ask.meta:
                 choice["meta_info"] = self.meta(place, answer)
             choices.append(choice)
-        return self._body(choices) | {"usage": self.usage()}
-
-    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        body = {
-            "id": self._active.rid(), "object": "text_completion", "created": self._created,
-            "model": self._service.name, "choices": choices,
-        }  # fmt: skip
-        if self._ask.stream and (self._ask.usage or self._ask.usage_always):
-            body["usage"] = self.usage() if self._ask.usage_always else None
-        return body
+        return self._body("text_completion", choices) | {"usage": self.usage()}
 
     def _alternatives(self, entry: TokenLogprob | None) -> dict[str, float] | None:
         if entry is None:
@@ -286,7 +286,7 @@ class Native(Writer):
             if self._ask.params.logprobs:
                 meta["output_top_logprobs"] = [self._top(e) for e in answer.logprobs]
                 meta["input_top_logprobs"] = [self._top(e) for _, e in scored]
-        out = {"text": answer.text, "output_ids": list(answer.ids), "meta_info": meta}
+        out: dict[str, Any] = {"text": answer.text, "output_ids": list(answer.ids), "meta_info": meta}
         if streamed and self._several:
             out["index"] = place
         return out

@@ -7,7 +7,7 @@ import importlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -146,7 +146,7 @@ class Service:
             seen.append(Encoded(tuple(ready.ids), ready.boundary))
         return seen
 
-    async def answers(self, active: Active) -> AsyncIterator[tuple[int, Piece]]:
+    async def answers(self, active: Active) -> AsyncGenerator[tuple[int, Piece]]:
         """(which answer, its next piece), after ``active.turn`` is set by the first: prompt by prompt, n answers each.
 
         The engine goes on at its own pace whoever reads slowly, and whoever stops reading frees it within a step.
@@ -164,7 +164,7 @@ class Service:
                 self.active.pop(rid, None)
             task.cancel()
 
-    async def turn(self, active: Active) -> tuple[Turn, AsyncIterator[tuple[int, Piece]]]:
+    async def turn(self, active: Active) -> tuple[Turn, AsyncGenerator[tuple[int, Piece]]]:
         """Wait for the turn; (it, what ``answers`` gives). Raises what made it fail, so that a stream gets a status."""
         pieces = self.answers(active)
         try:
@@ -257,10 +257,10 @@ def _dropped() -> Piece:
     return Piece(token_ids=(), text="", finish_reason="abort")
 
 
-async def _again(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _again(first: Any, rest: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
     try:
         yield first
         async for item in rest:
             yield item
     finally:
-        await rest.aclose()  # type: ignore[attr-defined]
+        await rest.aclose()

@@ -112,8 +112,8 @@ def record_pick(
         q = laws.drafts.row(j)
         sets = (relay.temperature, relay.top_k, relay.top_p, relay.min_p)
         tape.do("draft.law", distribution, q, logits, *sets, one, vocab)
-        given = (relay.length, relay.generator_seed, j + 1, philox.STREAM_DRAFT)
-        tape.do("draft.pick", laws.draws.draft, relay.tokens, q, *given)
+        drawn = (relay.length, relay.generator_seed, j + 1, philox.STREAM_DRAFT)
+        tape.do("draft.pick", laws.draws.draft, relay.tokens, q, *drawn)
     else:
         values = tape.new(1, kernels.SPLITS, dtype=torch.float32)
         indices = tape.new(1, kernels.SPLITS, dtype=torch.int32)

@@ -121,8 +121,8 @@ def _record_kernels(tape: Tape, relay: Relay, mode: Mode, vocab: int, laws: Laws
     else:
         values = tape.new(count, found.SPLITS, dtype=torch.float32)
         indices = tape.new(count, found.SPLITS, dtype=torch.int32)
-        given = (r.tokens, r.rows, r.limit, r.stop_mask)
-        tape.do("verdict", found.greedy, values, indices, logits, *state, *given, vocab, ROLLING)
+        asked = (r.tokens, r.rows, r.limit, r.stop_mask)
+        tape.do("verdict", found.greedy, values, indices, logits, *state, *asked, vocab, ROLLING)
     if mode.processors:
         tape.do("counts", _count_new, r)
         tape.do("log", _log, r, r.logits[:, :vocab])

@@ -20,7 +20,7 @@ from ..ops import device as where
 from ..ops.select import Choice
 from ..ops.tape import Tape
 from ..speculation import dspark, nextn, verify
-from ..speculation.verify import Mode
+from ..speculation.verify import Laws, Mode
 from .relay import Relay
 
 
@@ -70,11 +70,11 @@ class Parts:
     drafter: dspark.Drafter | None = None
 
     @cached_property
-    def laws(self) -> verify.Laws | None:
+    def laws(self) -> Laws | None:
         """Of sampled steps on a GPU, one for all programs; None elsewhere."""
         if not where.has_kernels(self.device):
             return None
-        return verify.Laws.allocate(self.relay.tokens.shape[0], self.verify, self.spec.vocab, self.device)
+        return Laws.allocate(self.relay.tokens.shape[0], self.verify, self.spec.vocab, self.device)
 
     def tape(self) -> Tape:
         """An empty recording."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,11 @@ class Part:
 
     def to(self, device: torch.device) -> Part:
         """On ``device``, without waiting for it."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Part(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in moved.items()})
+        moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        return Part(**moved)
 
 
 @dataclass(frozen=True)

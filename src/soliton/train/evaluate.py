@@ -229,7 +229,7 @@ def grid_from(
     for seed in seeds:
         bound({"seed": seed})
     for many, name in ((grid, "--grid"), (list(seeds), "--seeds")):
-        twice = [one for place, one in enumerate(many) if one in many[:place]]  # type: ignore[operator]
+        twice = [one for place, one in enumerate(many) if one in many[:place]]
         if twice:
             raise ConfigError(f"{name} has {twice[0]} twice; each run is made once")
     return grid

@@ -253,7 +253,7 @@ class Trainer:
                         f"only = {self.options.only!r}: no term of the loss that has a weight reaches these tensors; "
                         "raise ce, l1, conf or accept, or train others"
                     )
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             yield found
         if weights is not None:
             pairs = [(made, leaf) for a, b in zip(context, leaves) for made, leaf in zip(a, b) if leaf.grad is not None]
