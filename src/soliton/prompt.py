@@ -49,7 +49,7 @@ def prepare(
     ids, boundary = encode(checkpoint, prompt, chat)
     ids = checked_ids(ids, checkpoint.spec.vocab, max_context)
     room = max_context - len(ids)
-    if room < 1:
+    if room < 1 and (params is None or params.max_tokens != 0):
         raise RequestError(
             f"the prompt has {len(ids)} tokens, but max_context is {max_context} and an answer needs at least one; "
             "shorten the prompt or load the engine with a larger max_context",

@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -212,12 +213,62 @@ def test_answers_that_are_cut_say_so() -> None:
         assert ending.process.wait(30) == 0
 
 
+def engine_of(served: Served) -> int:
+    children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().split()
+    return int(next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()))
+
+
+def test_an_engine_that_hangs_holds_nobody() -> None:
+    """Whoever waits hears of the deadline, and SIGTERM ends the server, though the engine never ends its step."""
+    given = {"prompt": ADD, "max_tokens": 3000, "ignore_eos": True}
+    with Served("--request-timeout", "1", "--drain-timeout", "1") as stuck:
+        events = stuck.events("/v1/completions", given)
+        next(events)
+        os.kill(engine_of(stuck), signal.SIGSTOP)
+        assert list(events)[-1]["error"]["code"] == "deadline_exceeded"
+        status, _, found = stuck.call("/v1/completions", given)
+        assert (status, found["error"]["code"]) == (504, "deadline_exceeded")
+        stuck.process.send_signal(signal.SIGTERM)
+        assert stuck.process.wait(40) == 0
+    assert "Traceback" not in "".join(stuck.said)
+
+
+def test_a_client_that_leaves_is_no_fault() -> None:
+    with Served("--log-requests") as logging:
+        for _ in range(20):
+            link = socket_to(logging)
+            text = json.dumps({"prompt": ADD, "max_tokens": 60, "ignore_eos": True, "stream": True}).encode()
+            link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(text) + text)
+            link.recv(100)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+            link.close()
+        assert logging.ask("/v1/completions", body(1))["choices"][0]["text"]
+    said = "".join(logging.said)
+    assert "Traceback" not in said and " 500 " not in said and said.count(" 499 ") >= 10
+
+
+def test_a_long_text_stops_nobody(served: Served) -> None:
+    """Cutting it into tokens takes a second, in which the event loop runs on."""
+    text, worst = "hello world " * 300_000, 0.0
+    for path, given in (("/tokenize", {"prompt": text}), ("/v1/completions", {"prompt": text})):
+        thread = threading.Thread(target=served.call, args=(path, given))
+        thread.start()
+        while thread.is_alive():
+            at = time.perf_counter()
+            served.call("/ping")
+            worst = max(worst, time.perf_counter() - at)
+    assert worst < 0.8
+
+
 def test_sigterm_lets_answers_end_and_refuses_new_ones() -> None:
     with Served() as ending:
-        given = {"prompt": ADD, "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+        given = {"prompt": ADD, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
         events = ending.events("/v1/completions", given)
         next(events)
         ending.process.send_signal(signal.SIGTERM)
+        while ending.call("/health")[0] == 200:
+            pass
+        assert ending.call("/health_generate")[0] == 503
         assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
         assert ending.process.wait(30) == 0
 
@@ -229,8 +280,6 @@ def test_health_while_loading_and_after_the_engine_s_death() -> None:
             assert (status, found["error"]["code"], headers["Retry-After"]) == (503, "loading", "1")
         young._line("ready:")
         assert young.call("/health")[0] == 200
-        children = Path(f"/proc/{young.process.pid}/task/{young.process.pid}/children").read_text().split()
-        engine = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(int(engine), signal.SIGKILL)
+        os.kill(engine_of(young), signal.SIGKILL)
         assert young.process.wait(30) == 1
     assert "the engine's process has ended" in "".join(young.said)

@@ -108,6 +108,22 @@ def test_a_prompt_is_scored_without_an_answer(client: Any, served: Served) -> No
     assert none["meta_info"]["input_token_logprobs"] == none["meta_info"]["output_token_logprobs"] == []
 
 
+def test_prompt_scores_stream_as_they_are(served: Served) -> None:
+    given = {"prompt": "x = é日 ", "max_tokens": 2, "temperature": 0, "prompt_logprobs": 1, "logprobs": 1}
+    for echo in (False, True):
+        whole = served.ask("/v1/completions", {**given, "echo": echo})["choices"][0]
+        events = served.events("/v1/completions", {**given, "echo": echo})
+        found = [c["prompt_logprobs"] for event in events for c in event["choices"] if "prompt_logprobs" in c]
+        assert found == [whole["prompt_logprobs"]] and found[0][0] is None
+    tokens = whole["logprobs"]["tokens"]
+    assert any(token.startswith("bytes:\\x") for token in tokens), "parts of a character can be told apart"
+    assert all(at <= len(whole["text"]) for at in whole["logprobs"]["text_offset"])
+    assert [at for at, token in zip(whole["logprobs"]["text_offset"], tokens) if token == " "][-1:] <= [7]
+    assert served.call("/v1/completions", {**given, "echo": True, "prompt_logprobs": 3})[0] == 400
+    full = {"prompt": [338] * 4096, "max_tokens": 0, "echo": True, "logprobs": 0}
+    assert len(served.ask("/v1/completions", full)["choices"][0]["logprobs"]["tokens"]) == 4096
+
+
 def test_stops_bias_and_penalties(client: Any) -> None:
     given = {"model": "pebble", "prompt": ADD, "max_tokens": 40, "temperature": 0}
     plain = client.completions.create(**given).choices[0]

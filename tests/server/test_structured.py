@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -84,6 +86,53 @@ def test_bad_grammars_cost_nobody_anything(drafting: Served) -> None:
     body = wanted(0, 1) | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 7}}}}
     assert drafting.call("/v1/chat/completions", body)[0] == 400
     assert drafting.ask("/v1/completions", plain)["choices"][0]["text"] == before
+
+
+def test_a_grammar_that_is_too_much_is_refused_in_time(drafting: Served) -> None:
+    """Compiling it would take minutes and all memory; meanwhile others are answered."""
+    plain = {"prompt": "def add(a, b):\n", "max_tokens": 10, "temperature": 0}
+    before, found = drafting.ask("/v1/completions", plain), []
+    parts = [{"type": "string", "pattern": f"a{{{i}}}"} for i in range(1, 40)]
+    given = {**plain, "json_schema": {"allOf": parts}}
+    thread = threading.Thread(target=lambda: found.append(drafting.call("/v1/completions", given)))
+    thread.start()
+    took = []
+    while thread.is_alive():
+        at = time.perf_counter()
+        assert drafting.ask("/v1/completions", plain)["choices"][0]["text"] == before["choices"][0]["text"]
+        took.append(time.perf_counter() - at)
+    assert found[0][0] == 400 and "too much" in found[0][2]["error"]["message"] and max(took) < 2
+    assert (
+        drafting.ask("/v1/completions", {"prompt": "x", "regex": "ab", "max_tokens": 5})["choices"][0]["text"] == "ab"
+    )
+
+
+def test_calls_of_the_official_client_s_tools(drafting: Served) -> None:
+    openai = pytest.importorskip("openai", reason="the openai package is not installed")
+    pydantic = pytest.importorskip("pydantic")
+
+    class Place(pydantic.BaseModel):  # type: ignore[name-defined,misc]
+        city: Literal["Rome", "Oslo"]
+        near: Literal["sea", "hill"] | None
+
+    class Trip(pydantic.BaseModel):  # type: ignore[name-defined,misc]
+        to: Place
+        by: Literal["train"] | None
+
+    tools = [openai.pydantic_function_tool(Trip, name="trip")]
+    body = {"messages": ASK, "tools": tools, "tool_choice": "required", "temperature": 1.0, "max_tokens": 100}
+    for seed in range(4):
+        whole = drafting.ask("/v1/chat/completions", {**body, "seed": seed})["choices"][0]["message"]
+        Trip.model_validate_json(whole["tool_calls"][0]["function"]["arguments"])
+        events = drafting.events("/v1/chat/completions", {**body, "seed": seed})
+        deltas = [choice["delta"] for event in events for choice in event["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == (whole["content"] or "")
+        pieces = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls") or []]
+        assert "".join(pieces) == whole["tool_calls"][0]["function"]["arguments"]
+    bad = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": bad}}]
+    status, _, found = drafting.call("/v1/chat/completions", {**body, "tools": tools})
+    assert status == 200 or (found["error"]["param"] == "tools" and "ebnf" not in found["error"]["message"])
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}], ids=str)

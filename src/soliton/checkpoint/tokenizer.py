@@ -10,6 +10,8 @@ import tokenizers
 
 from soliton.errors import CheckpointError, RequestError, UnsupportedError
 
+LONG = 4096  # characters of a text that takes a millisecond and more
+
 
 def _byte_alphabet() -> dict[str, int]:
     """The 256 characters by which byte-level BPE writes bytes: printable Latin-1 as itself, the rest from U+0100."""
@@ -52,7 +54,11 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         """Token ids of ``text``; special tokens written in it become their ids. ``add_special``: BOS and the like."""
         try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=add_special).ids
+            if len(text) > LONG:  # the same ids; other threads run meanwhile, and no offsets are made
+                found = self._inner.encode_batch_fast([text], add_special_tokens=add_special)[0]
+            else:
+                found = self._inner.encode(text, add_special_tokens=add_special)
+            ids: list[int] = found.ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError(f"the text cannot be encoded ({error}); it must be valid Unicode", param=None) from error
         return ids

@@ -91,11 +91,15 @@ class Grammars:
         model without tokenizer or end token; UnsupportedError where llguidance is missing or cannot read the tokenizer.
         """
         assert params.grammar is not None
-        kind = params.grammar.kind
+        self.ready(params.grammar.kind)
+        return Matcher(self, params)
+
+    def ready(self, kind: str = "a grammar") -> None:
+        """Read the tokenizer. Errors as ``matcher``."""
         for what, there in (("a tokenizer", self._text is not None), ("an end token", bool(self.ends))):
             if not there:
                 raise RequestError(f"{kind} needs {what} and {self._name} has none", param=kind)
-        return Matcher(self, params)
+        _ = self._tokenizer
 
     @functools.cached_property
     def _library(self) -> Any:

@@ -155,8 +155,8 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed)
         self._check_lengths()
+        _alternatives("logprobs", self.logprobs, self.top_logprobs)  # first: a server may make the next one of it
         _alternatives("prompt_logprobs", self.prompt_logprobs, None)
-        _alternatives("logprobs", self.logprobs, self.top_logprobs)
         _stop_strings(self.stop)
         self._own_stops(vocab)
         _bias({} if self.logit_bias is None else self.logit_bias, vocab)

@@ -103,6 +103,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         response = refusal(RequestError("the body cannot be read: its encoding or its chunks are broken"))
         status = response.status
         return response
+    except ConnectionResetError:  # the client left while it was written to
+        raise
     except Exception as error:
         response = refusal(error)
         status = response.status

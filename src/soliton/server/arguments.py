@@ -7,6 +7,7 @@ tool's schema can tell; of a schema no more is read than the JSON types that it 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ HELD = 64
 
 _ALL: Kinds = frozenset({"string", "number", "boolean", "object", "array", "null"})
 _TYPES = {str: "string", bool: "boolean", int: "number", float: "number", list: "array", dict: "object"}
+_NAME = r"[\w.:/-]{1,128}"  # of a tool
 _DEEPEST = 32  # schemas inside each other
 
 
@@ -39,6 +41,29 @@ def schemas_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[s
             raise RequestError(f"{where}.parameters is {schema!r}; give a JSON Schema", param=f"{where}.parameters")
         schemas[name] = schema or {}
     return schemas
+
+
+def check_tool(place: int, tool: Any) -> None:
+    """RequestError unless it is a function with a name and, if it has any, parameters as an object's schema."""
+    where = f"tools[{place}]"
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        raise RequestError(f"{where} is no tool of type function", param=where)
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError(f"{where}.function has no name", param=f"{where}.function.name")
+    parameters = function.get("parameters")
+    if not re.fullmatch(_NAME, function["name"]):
+        raise RequestError(
+            f"{where}.function.name may have letters, digits and _ . : / -", param=f"{where}.function.name"
+        )
+    where = f"{where}.function.parameters"
+    if parameters is not None and not isinstance(parameters, dict):
+        raise RequestError(f"{where} is no object", param=where)
+    known, required = (parameters or {}).get("properties", {}), (parameters or {}).get("required", [])
+    if not isinstance(known, dict) or not all(isinstance(kind, dict | bool) for kind in known.values()):
+        raise RequestError(f"{where}.properties is no object of schemas", param=f"{where}.properties")
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise RequestError(f"{where}.required is no list of names", param=f"{where}.required")
 
 
 def may_call(choice: Any, offered: Mapping[str, Any]) -> bool:
@@ -100,29 +125,30 @@ def _kinds(schema: Any, root: Mapping[str, Any], seen: dict[str, Kinds], depth: 
     """The JSON types that a schema allows; all where it does not say. seen: what references inside root came to."""
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
         return _ALL
-    parts = [_kinds(one, root, seen, depth + 1) for one in _listed(schema, "allOf")]
+    parts = [_kinds(one, root, seen, depth + 1) for one in listed(schema, "allOf")]
     for word in ("anyOf", "oneOf"):
-        if choices := _listed(schema, word):
+        if choices := listed(schema, word):
             parts.append(frozenset().union(*(_kinds(one, root, seen, depth + 1) for one in choices)))
-    named = [name for name in _listed(schema, "type") or [schema.get("type")] if isinstance(name, str)]
+    named = [name for name in listed(schema, "type") or [schema.get("type")] if isinstance(name, str)]
     parts.append(_ALL.intersection("number" if name == "integer" else name for name in named) or _ALL)
-    if values := _listed(schema, "enum") or ([schema["const"]] if "const" in schema else []):
+    if values := listed(schema, "enum") or ([schema["const"]] if "const" in schema else []):
         parts.append(frozenset(_TYPES.get(type(value), "null") for value in values))
     if isinstance(reference := schema.get("$ref"), str):
         if reference not in seen:
             seen[reference] = _ALL  # one that comes back to itself says nothing
-            seen[reference] = _kinds(_target(reference, root), root, seen, depth + 1)
+            seen[reference] = _kinds(target(reference, root), root, seen, depth + 1)
         parts.append(seen[reference])
     allowed = _ALL.intersection(*parts) or _ALL  # a contradiction says nothing either
     return allowed | {"null"} if schema.get("nullable") is True else allowed
 
 
-def _listed(schema: Mapping[str, Any], word: str) -> list[Any]:
+def listed(schema: Mapping[str, Any], word: str) -> list[Any]:
+    """What a schema lists under a word."""
     value = schema.get(word)
     return value if isinstance(value, list) else []
 
 
-def _target(reference: str, root: Any) -> Any:
+def target(reference: str, root: Any) -> Any:
     """What a reference such as #/$defs/Mode stands for; None where it leads out of the schema."""
     for name in reference.split("/")[1:] if reference.startswith("#") else ["#"]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestError
-from ..sampling.params import SamplingParams
+from ..sampling.params import MAX_TOP_LOGPROBS, SamplingParams
+from .arguments import check_tool
 from .body import Body
 
 MAX_N = 128
-NAME = r"[\w.:/-]{1,128}"  # of a tool
 MAX_PROMPTS = 1024
 MAX_PROMPT = 2**31  # tokens: more than any prompt has
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -70,6 +70,7 @@ class Ask:
     tool_choice: str = "none"
     separate_reasoning: bool = True
     echo: bool = False
+    scores: bool = False  # prompt_logprobs are told
     meta: bool = False
     logprob_start: int = 0  # the first prompt token whose log-probability /generate tells
     grammar_in_answer: bool = False  # the grammar binds the answer, not the reasoning before it
@@ -103,11 +104,9 @@ def _common(body: Body) -> dict[str, Any]:
     schema = body.take("json_schema", str, dict)
     values["json_schema"] = json.dumps(schema) if isinstance(schema, dict) else schema
     bias = body.take("logit_bias", dict)
-    if bias is not None:
-        try:
-            values["logit_bias"] = {int(token): value for token, value in bias.items()}
-        except ValueError:
-            raise RequestError("logit_bias has a key that is no token id", param="logit_bias") from None
+    if bias is not None and not all(re.fullmatch(r"0|[1-9][0-9]{0,17}", token) for token in bias):
+        raise RequestError("logit_bias has a key that is no token id", param="logit_bias")
+    values["logit_bias"] = bias
     return values
 
 
@@ -116,11 +115,10 @@ def _params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams.from_dict(given)
 
 
-def _count(body: Body, name: str, least: int) -> int | None:
+def _count(body: Body, name: str, least: int, hint: str = "") -> int | None:
     value = body.take(name, int)
     if value is not None and value < least:
-        hint = ", or 0 with echo = true" if name == "max_tokens" and least else ""
-        raise RequestError(f"{name} is {value}; at least {least} is needed{hint}", param=name)
+        raise RequestError(f"{name} is {value}; at least {least} is needed{hint}", param=body.name(name))
     return int(value) if value is not None else None
 
 
@@ -183,7 +181,8 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
         raise RequestError("prompt is missing", param="prompt")
     values = _common(body)
     echo = body.take("echo", bool, default=False)
-    limit = _max_tokens(body, ("max_tokens", "max_completion_tokens"), 0 if echo else 1)
+    least, hint = (0, "") if echo else (1, ", or 0 with echo = true")
+    limit = _max_tokens(body, ("max_tokens", "max_completion_tokens"), least, hint)
     values["max_tokens"] = 16 if limit is None else limit
     logprobs = body.take("logprobs", int, bool)
     values["logprobs"] = None if logprobs is False else int(logprobs) if logprobs is not None else None
@@ -198,6 +197,12 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     elif limit == 0:
         values["prompt_logprobs"] = 0  # the engine reads a prompt without an answer to score it only
     scored = body.take("prompt_logprobs", int)
+    if scored is not None and echo and values["logprobs"] not in (None, scored):
+        raise RequestError(
+            f"echo with logprobs = {values['logprobs']} scores the prompt, and prompt_logprobs is {scored}; give one",
+            param="prompt_logprobs",
+        )
+    ask.scores = scored is not None
     values["prompt_logprobs"] = scored if scored is not None else values.get("prompt_logprobs")
     _stream(body, ask)
     ask.rid, ask.meta = body.take("rid", str), body.take("return_meta_info", bool, default=False)
@@ -206,11 +211,11 @@ def completion(fields: Mapping[str, Any]) -> tuple[str | None, Ask]:
     return model, ask
 
 
-def _max_tokens(body: Body, names: tuple[str, ...], least: int = 1) -> int | None:
-    found = {name: _count(body, name, least) for name in names}
+def _max_tokens(body: Body, names: tuple[str, ...], least: int = 1, hint: str = "") -> int | None:
+    found = {name: _count(body, name, least, hint) for name in names}
     given = {name: value for name, value in found.items() if value is not None}
     if len(set(given.values())) > 1:
-        raise RequestError(f"{' and '.join(given)} differ; give one of them", param=next(iter(given)))
+        raise RequestError(f"{' and '.join(given)} differ; give one of them", param=body.name(next(iter(given))))
     return next(iter(given.values()), None)
 
 
@@ -280,25 +285,7 @@ def check_message(place: int, message: Any) -> None:
 def _tools(body: Body, ask: Ask) -> None:
     tools = body.take("tools", list, default=[])
     for place, tool in enumerate(tools):
-        where = f"tools[{place}]"
-        if not isinstance(tool, dict) or tool.get("type", "function") != "function":
-            raise RequestError(f"{where} is no tool of type function", param=where)
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise RequestError(f"{where}.function has no name", param=f"{where}.function.name")
-        parameters = function.get("parameters")
-        if not re.fullmatch(NAME, function["name"]):
-            raise RequestError(
-                f"{where}.function.name may have letters, digits and _ . : / -", param=f"{where}.function.name"
-            )
-        where = f"{where}.function.parameters"
-        if parameters is not None and not isinstance(parameters, dict):
-            raise RequestError(f"{where} is no object", param=where)
-        known, required = (parameters or {}).get("properties", {}), (parameters or {}).get("required", [])
-        if not isinstance(known, dict) or not all(isinstance(kind, dict | bool) for kind in known.values()):
-            raise RequestError(f"{where}.properties is no object of schemas", param=f"{where}.properties")
-        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-            raise RequestError(f"{where}.required is no list of names", param=f"{where}.required")
+        check_tool(place, tool)
     choice = body.take("tool_choice", str, dict)
     names = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, dict):
@@ -355,15 +342,12 @@ def native(fields: Mapping[str, Any]) -> Ask:
         for item in prompts:
             if not all(type(token) is int for token in item):
                 raise RequestError("input_ids holds something that is no integer", param="input_ids")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"{len(prompts)} prompts are given; at most {MAX_PROMPTS} go at once", param="text")
     inner = body.body("sampling_params") or Body({}, "sampling_params")
     values = _common(inner)
-    limit = inner.take("max_new_tokens", int)
-    other = inner.take("max_tokens", int)
-    if limit is not None and other is not None and limit != other:
-        raise RequestError(
-            "sampling_params.max_new_tokens and max_tokens differ", param="sampling_params.max_new_tokens"
-        )
-    values["max_tokens"] = next((value for value in (limit, other) if value is not None), 128)
+    limit = _max_tokens(inner, ("max_new_tokens", "max_tokens"), 0)
+    values["max_tokens"] = 128 if limit is None else limit
     least = inner.take("min_new_tokens", int)
     values["min_tokens"] = least if least is not None else values["min_tokens"]
     ask = Ask(prompts=prompts, params=SamplingParams(), n=_n(inner), batch=nested or isinstance(text, list))
@@ -371,6 +355,11 @@ def native(fields: Mapping[str, Any]) -> Ask:
     ask.stream = body.take("stream", bool, default=False)
     wants = body.take("return_logprob", bool, default=False)
     start, top = body.take("logprob_start_len", int, default=-1), body.take("top_logprobs_num", int, default=0)
+    for name, value, least, most in (
+        ("logprob_start_len", start, -1, MAX_PROMPT), ("top_logprobs_num", top, 0, MAX_TOP_LOGPROBS),
+    ):  # fmt: skip
+        if not least <= value <= most:
+            raise RequestError(f"{name} is {value}; it must be from {least} to {most}", param=name)
     if wants:
         values["logprobs"] = top
         if start >= 0:
@@ -381,11 +370,11 @@ def native(fields: Mapping[str, Any]) -> Ask:
         raise RequestError("token_ids_logprob is not supported; send top_logprobs_num", param="token_ids_logprob")
     rid = body.take("rid", str, list)
     if isinstance(rid, list):
-        if len(rid) != len(prompts) or len(set(map(str, rid))) < len(rid) or not all(type(name) is str for name in rid):
-            raise RequestError(
-                f"rid lists {len(rid)} ids for {len(prompts)} prompts; give one text, or one of its own to each",
-                param="rid",
-            )
+        fix = "give one text, or a list with one of its own for each prompt"
+        if len(rid) != len(prompts):
+            raise RequestError(f"rid lists {len(rid)} ids for {len(prompts)} prompts; {fix}", param="rid")
+        if not all(type(name) is str for name in rid) or len(set(rid)) < len(rid):
+            raise RequestError(f"rid lists something that is no text, or one text twice; {fix}", param="rid")
         ask.rids = tuple(rid)
     else:
         ask.rid = rid

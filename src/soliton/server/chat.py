@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from ..checkpoint import Tokenizer
 from ..errors import RequestError
 from ..prompt import Encoded, encode
 from .asks import Ask
+from .calls import KEY, VALUE, call_grammar
 from .parsers import CallArguments, CallStart, ContentText, Delta, MessageParser, ReasoningText, message_of
 from .replies import Progress, Writer, decode, token_text
 from .service import Active, Service
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..engine import Piece
     from ..sampling.logprobs import TokenLogprob
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", *KEY, *VALUE)
 
 
 @dataclasses.dataclass
@@ -31,6 +31,8 @@ class Reading:
     reason: str | None = None
     ids: list[str] = dataclasses.field(default_factory=list)
     greeted: bool = False
+    blank: str = ""  # white space that is content only if there is more, or no call
+    solid: bool = False  # content has been sent
 
 
 class Chat(Writer):
@@ -61,14 +63,21 @@ class Chat(Writer):
                     "give one of them",
                     param="tool_choice",
                 )
-            changes["ebnf"] = _call_grammar(ask, checkpoint.tokenizer)
+            changes["ebnf"] = call_grammar(ask.tools, ask.tool_choice, checkpoint.tokenizer)
         if thinking and (ask.grammar_in_answer or "ebnf" in changes):
             close = _id_of(checkpoint.tokenizer, "</think>")
             if close is None:
                 raise RequestError("a grammar cannot begin after reasoning: </think> is no token of this model")
             changes["grammar_after"] = close
         ask.params = dataclasses.replace(ask.params, **changes)
-        return cls(service, await service.enter(ask, "chatcmpl", size), thinking)
+        try:
+            active = await service.enter(ask, "chatcmpl", size)
+        except RequestError as error:
+            if error.param == "ebnf" and "ebnf" in changes:
+                fault = str(error).replace("ebnf", "a grammar of the tools' schemas", 1)
+                raise RequestError(fault, param="tools") from error
+            raise
+        return cls(service, active, thinking)
 
     def push(self, place: int, piece: Piece) -> list[dict[str, Any]]:
         """The events of one piece: every kind of delta in one of its own, logprobs with the first."""
@@ -129,11 +138,13 @@ class Chat(Writer):
         self, place: int, reading: Reading, answer: Progress, piece: Piece, deltas: list[Delta]
     ) -> list[dict[str, Any]]:
         sent = [said for delta in deltas if (said := self._delta(reading, delta)) is not None]
+        last = piece.finish_reason is not None
+        if last and reading.blank and not reading.ids:
+            sent.append({"content": reading.blank})
         if not reading.greeted:
             sent[:0] = [{"role": "assistant", "content": ""}]
             reading.greeted = True
         logged = self._logged(piece.logprobs or [])
-        last = piece.finish_reason is not None
         if not sent and (last or logged is not None or self._ask.meta):
             sent = [{}]
         events = []
@@ -153,7 +164,12 @@ class Chat(Writer):
         if isinstance(delta, ReasoningText):
             return {"reasoning_content": delta.text}
         if isinstance(delta, ContentText):
-            return {"content": delta.text}
+            said = reading.blank + delta.text
+            if self._ask.tool_choice != "none" and not reading.solid and not said.strip():
+                reading.blank = said
+                return None
+            reading.blank, reading.solid = "", True
+            return {"content": said}
         if isinstance(delta, CallStart):
             function = {"name": delta.name, "arguments": ""}
             call: dict[str, Any] = {"index": delta.index, "id": self._call_id(reading, delta.index), "type": "function"}
@@ -199,44 +215,3 @@ def _id_of(tokenizer: Tokenizer | None, token: str) -> int | None:
 def _ends_thinking(tokenizer: Tokenizer | None, ids: list[int]) -> bool:
     """Whether a prompt leaves the model inside reasoning: it ends with the opening tag."""
     return decode(tokenizer, ids[-8:]).rstrip().endswith("<think>")
-
-
-def _call_grammar(ask: Ask, tokenizer: Tokenizer | None) -> str:
-    """A grammar (Lark, as llguidance reads it) of one call of a tool that may be called: the arguments that its schema
-    knows, in their order, each that is required and perhaps the others."""
-    wanted = ask.tool_choice.removeprefix("=") if ask.tool_choice.startswith("=") else None
-    key, key_end, value, value_end = (_tag(tokenizer, tag) for tag in TAGS[4:])
-    calls = []
-    for tool in ask.tools:
-        function = tool["function"]
-        if wanted is not None and function["name"] != wanted:
-            continue
-        schema = function.get("parameters") or {}
-        required = schema.get("required") or []
-        parts = [json.dumps(function["name"] + "\n", ensure_ascii=False)]
-        for name, kind in (schema.get("properties") or {}).items():
-            pair = (
-                f'{key} {json.dumps(name, ensure_ascii=False)} {key_end} "\\n" {value} {_value(kind)} {value_end} "\\n"'
-            )
-            parts.append(f"({pair}){'' if name in required else '?'}")
-        calls.append(" ".join(parts))
-    return f'start: "\\n"? {_tag(tokenizer, TAGS[2])} ({" | ".join(calls)}) {_tag(tokenizer, TAGS[3])}'
-
-
-def _tag(tokenizer: Tokenizer | None, tag: str) -> str:
-    """A tag in a grammar: its token where it is a special one, which no text stands for, or its text."""
-    token = _id_of(tokenizer, tag)
-    special = tokenizer is not None and token in tokenizer.special_ids
-    return f"<[{token}]>" if special else json.dumps(tag)
-
-
-def _value(kind: Any) -> str:
-    """An argument's value in a grammar: a text as it is where the schema says string, else JSON by the schema."""
-    kind = kind if isinstance(kind, dict) else {}
-    choices = kind.get("enum")
-    if isinstance(choices, list) and choices:
-        texts = [value if isinstance(value, str) else json.dumps(value) for value in choices]
-        return "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
-    if not kind or kind.get("type") == "string":
-        return "/[^<]{0,4000}/"
-    return f"%json {json.dumps(kind)}"

@@ -30,11 +30,14 @@ def _service(request: web.Request) -> Service:
 
 async def health(request: web.Request) -> web.Response:
     """Whether answers can be had."""
-    service = _service(request)
+    _healthy(_service(request))
+    return web.Response(text="")
+
+
+def _healthy(service: Service) -> None:
     service.check(None)
     if service.line.draining:
         raise DrainingError("the server is ending")
-    return web.Response(text="")
 
 
 async def health_generate(request: web.Request) -> web.Response:
@@ -42,7 +45,7 @@ async def health_generate(request: web.Request) -> web.Response:
     from . import asks
 
     service = _service(request)
-    service.check(None)
+    _healthy(service)
     if not service.line.running:
         ask = asks.native({"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}})
         active = await service.enter(ask, "health")
@@ -175,8 +178,8 @@ async def metrics(request: web.Request) -> web.Response:
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize: ids of a text, of several, or of messages."""
-    service = _service(request)
-    given = Body(parse(await request.read()))
+    service, raw = _service(request), await request.read()
+    given = Body(parse(raw))
     prompt, messages = given.take("prompt", str, list), given.take("messages", list)
     special = given.take("add_special_tokens", bool, default=False)
     given.ignore(["model", "return_token_strs"])
@@ -190,12 +193,15 @@ async def tokenize(request: web.Request) -> web.Response:
         check_message(place, message)
     if several and not all(isinstance(text, str) for text in prompt):
         raise RequestError("prompt holds something that is no text", param="prompt")
-    tokenizer, found = service.checkpoint.tokenizer, []
-    for text in prompt if several else [prompt if prompt is not None else messages]:
+    tokenizer = service.checkpoint.tokenizer
+
+    def ids(text: Any) -> list[int]:
         if isinstance(text, str) and tokenizer is not None:
-            found.append(tokenizer.encode(text, add_special=special))
-        else:
-            found.append(encode(service.checkpoint, text or "", {})[0])
+            return tokenizer.encode(text, add_special=special)
+        return encode(service.checkpoint, text, {})[0]
+
+    texts = prompt if several and prompt is not None else [prompt if prompt is not None else messages]
+    found = await service.aside(len(raw), lambda: [ids(text) for text in texts])
     counts = [len(ids) for ids in found]
     limit = service.max_context if service.about else None
     out = {"tokens": found, "count": counts} if several else {"tokens": found[0], "count": counts[0]}
@@ -215,7 +221,7 @@ async def detokenize(request: web.Request) -> web.Response:
     if tokenizer is None:
         raise RequestError(f"{service.name} has no tokenizer", param="tokens")
     several = bool(tokens) and all(isinstance(item, list) for item in tokens)
-    texts = []
+    texts: list[str] = []
     for ids in tokens if several else [tokens]:
         if not all(type(token) is int and 0 <= token < service.checkpoint.spec.vocab for token in ids):
             raise RequestError("tokens holds something that is no token id", param="tokens")

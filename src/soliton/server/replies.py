@@ -6,6 +6,7 @@ same answer in one body. Stream and whole are made of the same parts, so they ca
 
 from __future__ import annotations
 
+import codecs
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -32,7 +33,7 @@ class Progress:
     reason: str | None = None
     stats: Stats | None = None
     reasoning_tokens: int = 0
-    offset: int = 0  # characters of the tokens whose log-probabilities have been sent
+    written: Written = field(default_factory=lambda: Written())  # by the tokens whose log-probabilities have been sent
 
     def add(self, piece: Piece) -> None:
         """Take a piece in."""
@@ -42,6 +43,20 @@ class Progress:
         self.scored = piece.prompt_logprobs or self.scored
         self.lengths.append(len(piece.token_ids))
         self.reason, self.stats = piece.finish_reason, piece.stats
+
+
+class Written:
+    """Where a text stands that grows by tokens, of which some end inside a character."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: bytes) -> int:
+        """The place, in characters, at which the token's text begins: of a part of one, that character's."""
+        at = self._at
+        self._at += len(self._decode.decode(token))
+        return at
 
 
 class Writer(ABC):
@@ -168,9 +183,15 @@ def decode(tokenizer: Tokenizer | None, ids: list[int] | tuple[int, ...]) -> str
 
 
 def token_text(checkpoint: Checkpoint, token: int) -> str:
-    """How one token is shown in log-probabilities: half characters as U+FFFD."""
-    tokenizer = checkpoint.tokenizer
-    return tokenizer.token_bytes(token).decode("utf-8", errors="replace") if tokenizer is not None else str(token)
+    """How one token is shown in log-probabilities: bytes that are no text as OpenAI does, bytes:\\xe6\\x97, so
+    that two tokens never look the same."""
+    if checkpoint.tokenizer is None:
+        return str(token)
+    data = checkpoint.tokenizer.token_bytes(token)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class Completion(Writer):
@@ -188,12 +209,12 @@ class Completion(Writer):
             scored = answer.scored or []
         choice: dict[str, Any] = {
             "index": place, "text": text, "finish_reason": piece.finish_reason,
-            "logprobs": self._logged(place, scored, answer.logprobs[seen:], answer.offset),
+            "logprobs": self._logged(place, scored, answer.logprobs[seen:], answer.written),
             "matched_stop": self._matched(answer) if piece.finish_reason == "stop" else None,
         }  # fmt: skip
-        if choice["logprobs"] is not None:
-            answer.offset += sum(map(len, choice["logprobs"]["tokens"]))
-        if not text and piece.finish_reason is None and choice["logprobs"] is None:
+        if fresh and self._ask.scores:
+            choice["prompt_logprobs"] = [self._alternatives(entry) for entry in answer.scored or []]
+        if not text and piece.finish_reason is None and choice["logprobs"] is None and "prompt_logprobs" not in choice:
             return []
         if self._ask.meta:
             choice["meta_info"] = self.meta(place, answer)
@@ -211,11 +232,11 @@ class Completion(Writer):
             scored = (answer.scored or []) if self._ask.echo else []
             choice: dict[str, Any] = {
                 "index": place, "text": head + answer.text, "finish_reason": answer.reason,
-                "logprobs": self._logged(place, scored, answer.logprobs),
+                "logprobs": self._logged(place, scored, answer.logprobs, Written()),
                 "matched_stop": self._matched(answer) if answer.reason == "stop" else None,
             }  # fmt: skip
-            if answer.scored is not None and not self._ask.echo:
-                choice["prompt_logprobs"] = [self._alternatives(entry) for entry in answer.scored]
+            if self._ask.scores:
+                choice["prompt_logprobs"] = [self._alternatives(entry) for entry in answer.scored or []]
             if self._ask.meta:
                 choice["meta_info"] = self.meta(place, answer)
             choices.append(choice)
@@ -229,23 +250,18 @@ class Completion(Writer):
         return {**found, token_text(checkpoint, entry.token_id): entry.logprob}
 
     def _logged(
-        self, place: int, scored: list[TokenLogprob | None], entries: list[TokenLogprob], offset: int = 0
+        self, place: int, scored: list[TokenLogprob | None], entries: list[TokenLogprob], written: Written
     ) -> dict[str, Any] | None:
-        """OpenAI's four lists. Text offsets count the characters of the tokens from ``offset`` on, an echoed prompt's
-        included; a token that is part of a character counts as one."""
+        """OpenAI's four lists. Text offsets count the characters of the tokens, an echoed prompt's included."""
         if self._ask.params.logprobs is None or not (scored or entries):
             return None
         checkpoint, prompt = self._service.checkpoint, self._prompt_ids(place)
         rows: list[tuple[int, TokenLogprob | None]] = [(prompt[i], entry) for i, entry in enumerate(scored)]
         rows += [(entry.token_id, entry) for entry in entries]
-        tokens = [token_text(checkpoint, token) for token, _ in rows]
-        at = offset
-        offsets = []
-        for text in tokens:
-            offsets.append(at)
-            at += len(text)
+        tokenizer = checkpoint.tokenizer
+        offsets = [written.add(tokenizer.token_bytes(token) if tokenizer is not None else b"") for token, _ in rows]
         return {
-            "tokens": tokens,
+            "tokens": [token_text(checkpoint, token) for token, _ in rows],
             "token_logprobs": [entry.logprob if entry else None for _, entry in rows],
             "top_logprobs": [self._alternatives(entry) for _, entry in rows],
             "text_offset": offsets,

@@ -8,7 +8,6 @@ import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +16,9 @@ from ..checkpoint import Checkpoint
 from ..config import EngineConfig
 from ..errors import RequestError, SolitonError
 from ..prompt import Encoded, prepare
+from ..sampling.grammar import asked
 from .asks import Ask
+from .checker import Checker
 from .config import ServerConfig
 from .line import AbortedError, DrainingError, Line, Turn
 from .metrics import Metrics
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+STOP_S = 5.0  # for requests to end by themselves
 LARGE = 16384  # bytes of a request that is worth a thread
 
 
@@ -75,6 +77,7 @@ class Service:
         self.name = config.served_model_name or engine.model
         self.engine = EngineProcess(engine)
         self.line = Line(config.max_queued_requests)
+        self._checker = Checker(checkpoint, config.max_queued_requests)
         self.metrics = Metrics(self.name)
         self.started = time.time()
         self.about: dict[str, Any] = {}
@@ -127,6 +130,8 @@ class Service:
         if not all(re.fullmatch(r"[!-~]{1,256}", rid) for rid in given):
             raise RequestError("rid has to be 1 to 256 printable ASCII characters without spaces", param="rid")
         seen = await self.aside(size, lambda: self._prepared(ask, kind))
+        if (grammar := asked(ask.params)) is not None:
+            await self._checker.check(grammar)
         rids = given or (f"{kind}-{uuid.uuid4().hex}",)
         if taken := [rid for rid in rids if rid in self.active]:
             raise RequestError(f"a request with the id {taken[0]!r} is in the house; choose another", param="rid")
@@ -183,7 +188,10 @@ class Service:
         found = set(self.active.values()) if rid is None else {self.active[rid]} if rid in self.active else set()
         for active in found:
             if rid is not None and len(active.rids) > 1:
-                active.dropped.add(active.rids.index(rid))
+                which = active.rids.index(rid)
+                if which in active.dropped or (active.running and which < active.at):
+                    return 0  # ended already
+                active.dropped.add(which)
                 if len(active.dropped) < len(active.rids):
                     if active.running and active.at in active.dropped:
                         self.engine.abort()
@@ -199,14 +207,24 @@ class Service:
         self._stopping = True
         for task in list(self._tasks):
             task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:  # an engine that does not come to the end of its step is not waited for
+            await asyncio.wait(self._tasks, timeout=STOP_S)
         await self.engine.stop()
+        await asyncio.to_thread(self._checker.stop)
 
     async def _produce(self, active: Active) -> None:
         limit, put = self.config.request_timeout, active.pieces.put_nowait
+        task, late = asyncio.current_task(), []
+        assert task is not None
+
+        def expire() -> None:  # whoever waits hears of it now, not when the engine has ended its step
+            late.append(DeadlineError(f"the request took longer than {limit:g} s; the server allows no more"))
+            put(late[0])
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(limit, expire) if limit else None
         try:
-            async with asyncio.timeout(limit), self.line.turn(active.aborted) as active.turn:
+            async with self.line.turn(active.aborted) as active.turn:
                 active.running = True
                 self.metrics.begun()
                 cut = False
@@ -221,20 +239,17 @@ class Service:
                     self.metrics.aborted()
         except asyncio.CancelledError:
             self.metrics.aborted()
-            if self._stopping and self.engine.lost.is_set():
-                put(EngineLost(f"the engine is gone: {self.engine.fault.splitlines()[-1]}"))
-            elif self._stopping:
+            if self._stopping and not late:
                 put(DrainingError("the server ended before the answer did"))
             raise
-        except TimeoutError:
-            self.metrics.aborted()
-            put(DeadlineError(f"the request took longer than {limit:g} s; the server allows no more"))
         except AbortedError as error:
             self.metrics.aborted()
             put(error)
         except Exception as error:
             put(error)
         finally:
+            if timer is not None:
+                timer.cancel()
             active.running = False
             put(None)
 

@@ -245,6 +245,7 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
+        self._lose("the engine's process was ended")  # whoever still waits for it
 
     def _check(self) -> None:
         if self.lost.is_set():
@@ -271,7 +272,8 @@ class EngineProcess:
     def _lose(self, fault: str) -> None:
         if self.lost.is_set():
             return
-        self._loop.remove_reader(self._connection.fileno())
+        if not self._connection.closed:
+            self._loop.remove_reader(self._connection.fileno())
         self.fault = fault
         self.lost.set()
         assert self._loaded is not None
