@@ -31,7 +31,8 @@ KINDS: list[Any] = [
     {"type": "string", "pattern": "^[a-z]{3}[\\d_]+$"},
     {"type": "string", "pattern": "a/b|c\\d", "minLength": 4, "maxLength": 9},
     {"type": "string", "minLength": 3}, {"type": "string", "enum": ["aa", "b"], "minLength": 2},
-    {"enum": [1, "a", None]}, {"enum": ["1", "b", None]}, {"enum": ["x<y", "true"]}, {"type": "boolean"}, {}, True,
+    {"enum": [1, "a", None]}, {"enum": ["1", "b", None]}, {"enum": ["x<y", "true"], "maxLength": 4},
+    {"type": "boolean"}, {}, True,
     {"oneOf": [{"const": "one"}, {"const": "two"}], "maxLength": 3}, {"type": "number"}, {"type": "null"},
 ]  # fmt: skip
 
@@ -96,6 +97,25 @@ def test_every_value_can_be_written() -> None:
             deltas = parser.feed(text) + parser.finish("stop")[0]
             found.add(json.loads(message_of(deltas)["tool_calls"][0]["arguments"])["s"])
         assert found == wanted
+
+
+def test_parameters_that_are_a_reference() -> None:
+    inner = {"type": "object", "properties": {"s": {"type": "string", "const": "7"}}, "required": ["s"]}
+    tools = tools_of({})
+    tools[0]["function"]["parameters"] = {"$ref": "#/$defs/All", "$defs": {"All": inner}}
+    text = sampled(call_grammar(tools, "required", model()[0]), random.Random(0))
+    parser = MessageParser(thinking=False, tools=tools, tool_choice="required")
+    assert text is not None
+    deltas = parser.feed(text) + parser.finish("stop")[0]
+    assert json.loads(message_of(deltas)["tool_calls"][0]["arguments"]) == {"s": "7"}
+
+
+@pytest.mark.parametrize("more", [{"minProperties": 1}, {"required": ["z"]}, {"anyOf": [{"required": ["s"]}]}], ids=str)
+def test_parameters_that_no_call_is_made_of(more: dict[str, Any]) -> None:
+    tools = tools_of({})
+    tools[0]["function"]["parameters"] |= more
+    with pytest.raises(RequestError, match="cannot be forced"):
+        call_grammar(tools, "required", model()[0])
 
 
 def test_a_value_that_cannot_be() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -105,6 +108,18 @@ def test_a_grammar_that_is_too_much_is_refused_in_time(drafting: Served) -> None
     assert (
         drafting.ask("/v1/completions", {"prompt": "x", "regex": "ab", "max_tokens": 5})["choices"][0]["text"] == "ab"
     )
+
+
+def test_a_compiler_that_was_killed_is_started_again(drafting: Served) -> None:
+    def asked(regex: str) -> str:
+        found = drafting.ask("/v1/completions", {"prompt": "x", "regex": regex, "max_tokens": 5})
+        return str(found["choices"][0]["text"])
+
+    assert asked("a{3}") == "aaa"
+    threads = Path(f"/proc/{drafting.process.pid}/task").iterdir()
+    children = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+    os.kill(max(children), signal.SIGKILL)  # the youngest
+    assert asked("b{3}") == "bbb" and asked("a{3}") == "aaa"
 
 
 def test_calls_of_the_official_client_s_tools(drafting: Served) -> None:

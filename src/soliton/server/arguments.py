@@ -88,10 +88,24 @@ def kinds_of(schema: Mapping[str, Any] | None, key: str) -> Kinds | None:
     """The JSON types of one argument by the schema of all; None where that does not know the argument."""
     if schema is None:
         return None
+    schema = resolved(schema)
     properties, others = schema.get("properties"), schema.get("additionalProperties")
     if isinstance(properties, Mapping) and key in properties:
         return _kinds(properties[key], schema, {})
     return _kinds(others, schema, {}) if isinstance(others, Mapping) and others else None
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of all arguments where it is written as a reference to one of its own definitions."""
+    found = schema
+    for _ in range(_DEEPEST):
+        if not isinstance(reference := found.get("$ref"), str):
+            break
+        inner = target(reference, schema)
+        if not isinstance(inner, Mapping):
+            break
+        found = {**schema, "$ref": None, **inner}
+    return found
 
 
 def is_text(kinds: Kinds | None) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 
 from ..checkpoint import Tokenizer
 from ..errors import RequestError
-from .arguments import is_text, kinds_of, listed, target
+from .arguments import is_text, kinds_of, listed, resolved, target
 
 LONGEST = 4000  # characters of a text whose schema sets no bound
+_NOT_HERE = ("anyOf", "oneOf", "allOf", "not", "if", "minProperties", "dependentRequired", "dependentSchemas")
 _DEEPEST = 32  # schemas inside each other
 # patterns are JavaScript's, whose classes are of ASCII; a slash would end the expression
 _ESCAPE = re.compile(r"\\.|/", re.DOTALL)
@@ -35,8 +36,17 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], choice: str, tokenizer: Tok
         function = tool["function"]
         if choice not in ("required", f"={function['name']}"):
             continue
-        schema = function.get("parameters") or {}
+        schema = resolved(function.get("parameters") or {})
         required = schema.get("required") or []
+        left = [word for word in _NOT_HERE if word in schema]
+        missing = [name for name in required if name not in (schema.get("properties") or {})]
+        if left or missing:
+            what = f"{left[0]} beside its properties" if left else f"{missing[0]!r}, of which there is no property"
+            raise RequestError(
+                f"a call of {function['name']!r} cannot be forced: its parameters have {what}; list every argument "
+                "as a property, or let tool_choice be auto",
+                param="tools",
+            )
         parts = [_quoted(function["name"] + "\n")]
         for name, kind in (schema.get("properties") or {}).items():
             written = _value(schema, name, kind, terminals)
@@ -109,15 +119,18 @@ def _text(schema: Any, root: Mapping[str, Any], depth: int = 0) -> str | None:
 
 def _letters(schema: Mapping[str, Any]) -> str:
     """Of minLength, maxLength and pattern. A text without a list of values holds no <, with which its end begins."""
-    least, most, pattern = schema.get("minLength"), schema.get("maxLength"), schema.get("pattern")
-    parts = []
-    if type(least) is int or type(most) is int:
-        low = least if type(least) is int else 0
-        parts.append(f"/[^<]{{{low},{min(most, max(low, LONGEST)) if type(most) is int else max(low, LONGEST)}}}/")
+    given = [schema.get(word) for word in ("minLength", "maxLength")]
+    least, most = (int(v) if isinstance(v, int | float) and not isinstance(v, bool) else None for v in given)
+    pattern, parts = schema.get("pattern"), []
+    one = "(?s:.)" if "enum" in schema or "const" in schema else "[^<]"
+    if least is not None or most is not None:
+        low = least or 0
+        parts.append(f"/{one}{{{low},{max(low, LONGEST) if most is None else min(most, max(low, LONGEST))}}}/")
     if isinstance(pattern, str):
         # a pattern may stand anywhere in the text unless it is bound to an end
         inner = _ESCAPE.sub(lambda found: _CLASSES.get(found[0], found[0]), pattern)
-        parts += [f"/(?s:.*)({inner})(?s:.*)/" if not _bound(inner) else f"/{_unbound(inner)}/", "FREE"]
+        parts += [f"/(?s:.*)({inner})(?s:.*)/" if not _bound(inner) else f"/{_unbound(inner)}/"]
+        parts += ["FREE"] if one == "[^<]" else []
     return " & ".join(parts)
 
 

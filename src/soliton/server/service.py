@@ -131,7 +131,12 @@ class Service:
             raise RequestError("rid has to be 1 to 256 printable ASCII characters without spaces", param="rid")
         seen = await self.aside(size, lambda: self._prepared(ask, kind))
         if (grammar := asked(ask.params)) is not None:
-            await self._checker.check(grammar)
+            try:
+                async with asyncio.timeout(self.config.request_timeout or None):
+                    await self._checker.check(grammar)
+            except TimeoutError:
+                limit = self.config.request_timeout
+                raise DeadlineError(f"the grammar waited longer than {limit:g} s; the server allows no more") from None
         rids = given or (f"{kind}-{uuid.uuid4().hex}",)
         if taken := [rid for rid in rids if rid in self.active]:
             raise RequestError(f"a request with the id {taken[0]!r} is in the house; choose another", param="rid")
@@ -205,12 +210,12 @@ class Service:
     async def stop(self) -> None:
         """End every request and the engine's process."""
         self._stopping = True
+        self._checker.stop()
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:  # an engine that does not come to the end of its step is not waited for
             await asyncio.wait(self._tasks, timeout=STOP_S)
         await self.engine.stop()
-        await asyncio.to_thread(self._checker.stop)
 
     async def _produce(self, active: Active) -> None:
         limit, put = self.config.request_timeout, active.pieces.put_nowait

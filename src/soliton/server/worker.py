@@ -14,6 +14,7 @@ import signal
 import threading
 import traceback
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -143,6 +144,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._numbers = 0
+        self._sender = ThreadPoolExecutor(1, "send")
         self._inbox: asyncio.Queue[tuple[int | None, str, Any]] = asyncio.Queue()
         self._current = 0
         self._loaded: asyncio.Future[dict[str, Any]] | None = None
@@ -179,7 +181,7 @@ class EngineProcess:
         self._numbers += 1
         number = self._current = self._numbers
         ended = False
-        self._connection.send(("run", Job(number, prompt, params)))
+        self._send(("run", Job(number, prompt, params)))
         try:
             while True:
                 what, value = await self._next(number)
@@ -194,7 +196,7 @@ class EngineProcess:
                 raise EngineLost(value) if what == "lost" else RuntimeError(value)
         finally:
             if not ended and not self.lost.is_set():
-                self._connection.send(("abort", number))
+                self._send(("abort", number))
                 await self._free(number)
 
     async def _next(self, number: int) -> tuple[str, Any]:
@@ -223,14 +225,14 @@ class EngineProcess:
     def abort(self) -> None:
         """End the answer in progress at its next step; its last piece says "abort"."""
         if self.ready:
-            self._connection.send(("abort", self._current))
+            self._send(("abort", self._current))
 
     async def flush(self) -> None:
         """Forget all prefix checkpoints; only while no answer is being made."""
         self._check()
         self._numbers += 1
         self._current = self._numbers
-        self._connection.send(("flush", self._current))
+        self._send(("flush", self._current))
         what, value = await self._next(self._current)
         if what == "lost":
             raise EngineLost(value)
@@ -245,7 +247,16 @@ class EngineProcess:
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
+        self._sender.shutdown(wait=False)
         self._lose("the engine's process was ended")  # whoever still waits for it
+
+    def _send(self, message: tuple[str, Any]) -> None:
+        """In order, by a thread: an engine that does not read must not stop the event loop."""
+        self._sender.submit(self._write, message)
+
+    def _write(self, message: tuple[str, Any]) -> None:
+        with suppress(OSError):  # the engine is gone, of which the reader hears
+            self._connection.send(message)
 
     def _check(self) -> None:
         if self.lost.is_set():
