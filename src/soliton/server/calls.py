@@ -14,6 +14,7 @@ from typing import Any
 from ..checkpoint import Tokenizer
 from ..errors import RequestError
 from .arguments import is_text, kinds_of, listed, resolved, target
+from .parsers import CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END
 
 LONGEST = 4000  # characters of a text whose schema sets no bound
 _NOT_HERE = ("anyOf", "oneOf", "allOf", "not", "if", "minProperties", "dependentRequired", "dependentSchemas")
@@ -23,14 +24,13 @@ _ESCAPE = re.compile(r"\\.|/", re.DOTALL)
 _CLASSES = {
     "/": r"\/", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
 }  # fmt: skip
-KEY, VALUE = ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")
 
 
 def call_grammar(tools: Sequence[Mapping[str, Any]], choice: str, tokenizer: Tokenizer | None) -> str:
     """Lark, as llguidance reads it, of one call of a tool that may be called: the arguments that its schema knows, in
     their order, each that is required and perhaps the others. choice: "required", or "=" and a tool's name.
     RequestError where a required argument can have no value."""
-    key, key_end, value, value_end = (_tag(tokenizer, tag) for tag in (*KEY, *VALUE))
+    key, key_end, value, value_end = (_tag(tokenizer, tag) for tag in (KEY, KEY_END, VALUE, VALUE_END))
     calls, terminals = [], [f"FREE: /[^<]{{0,{LONGEST}}}/"]
     for tool in tools:
         function = tool["function"]
@@ -58,7 +58,7 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], choice: str, tokenizer: Tok
             pair = f'{key} {_quoted(name)} {key_end} "\\n" {value} {written} {value_end} "\\n"'
             parts.append(f"({pair}){'' if name in required else '?'}")
         calls.append(" ".join(parts))
-    start = f'start: "\\n"? {_tag(tokenizer, "<tool_call>")} ({" | ".join(calls)}) {_tag(tokenizer, "</tool_call>")}'
+    start = f'start: "\\n"? {_tag(tokenizer, CALL)} ({" | ".join(calls)}) {_tag(tokenizer, CALL_END)}'
     return "\n".join([start, *terminals])
 
 
@@ -129,16 +129,13 @@ def _letters(schema: Mapping[str, Any]) -> str:
     if isinstance(pattern, str):
         # a pattern may stand anywhere in the text unless it is bound to an end
         inner = _ESCAPE.sub(lambda found: _CLASSES.get(found[0], found[0]), pattern)
-        parts += [f"/(?s:.*)({inner})(?s:.*)/" if not _bound(inner) else f"/{_unbound(inner)}/"]
+        parts.append(f"/{_unbound(inner)}/")
         parts += ["FREE"] if one == "[^<]" else []
     return " & ".join(parts)
 
 
-def _bound(pattern: str) -> bool:
-    return pattern.startswith("^") or pattern.endswith("$")
-
-
 def _unbound(pattern: str) -> str:
+    """The whole text in which a pattern is found, without the pattern's anchors at its ends."""
     head, tail = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[head : len(pattern) - tail]
     return f"{'' if head else '(?s:.*)'}({inner}){'' if tail else '(?s:.*)'}"

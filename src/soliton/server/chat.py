@@ -10,8 +10,24 @@ from ..checkpoint import Tokenizer
 from ..errors import RequestError
 from ..prompt import Encoded, encode
 from .asks import Ask
-from .calls import KEY, VALUE, call_grammar
-from .parsers import CallArguments, CallStart, ContentText, Delta, MessageParser, ReasoningText, message_of
+from .calls import call_grammar
+from .parsers import (
+    CALL,
+    CALL_END,
+    KEY,
+    KEY_END,
+    THINK,
+    THINK_END,
+    VALUE,
+    VALUE_END,
+    CallArguments,
+    CallStart,
+    ContentText,
+    Delta,
+    MessageParser,
+    ReasoningText,
+    message_of,
+)  # fmt: skip
 from .replies import Progress, Writer, decode, token_text
 from .service import Active, Service
 
@@ -19,7 +35,7 @@ if TYPE_CHECKING:
     from ..engine import Piece
     from ..sampling.logprobs import TokenLogprob
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", *KEY, *VALUE)
+TAGS = (THINK, THINK_END, CALL, CALL_END, KEY, KEY_END, VALUE, VALUE_END)
 
 
 @dataclasses.dataclass
@@ -65,7 +81,7 @@ class Chat(Writer):
                 )
             changes["ebnf"] = call_grammar(ask.tools, ask.tool_choice, checkpoint.tokenizer)
         if thinking and (ask.grammar_in_answer or "ebnf" in changes):
-            close = _id_of(checkpoint.tokenizer, "</think>")
+            close = _id_of(checkpoint.tokenizer, THINK_END)
             if close is None:
                 raise RequestError("a grammar cannot begin after reasoning: </think> is no token of this model")
             changes["grammar_after"] = close
@@ -98,7 +114,7 @@ class Chat(Writer):
 
     def end(self) -> list[dict[str, Any]]:
         """What comes before [DONE]."""
-        return [self._body(self._kind, []) | {"usage": self.usage()}] if self._ask.usage else []
+        return [self._body([]) | {"usage": self.usage()}] if self._ask.usage else []
 
     def whole(self) -> dict[str, Any]:
         """All of it in one body."""
@@ -123,7 +139,7 @@ class Chat(Writer):
             if self._ask.meta:
                 choice["meta_info"] = self.meta(place, answer)
             choices.append(choice)
-        return self._body(self._kind, choices) | {"usage": self.usage()}
+        return self._body(choices) | {"usage": self.usage()}
 
     def _parser(self) -> MessageParser:
         reads = self._service.parses("tool_call_parser")
@@ -157,7 +173,7 @@ class Chat(Writer):
             }  # fmt: skip
             if self._ask.meta and i == len(sent) - 1:
                 choice["meta_info"] = self.meta(place, answer)
-            events.append(self._body(self._kind, [choice]))
+            events.append(self._body([choice]))
         return events
 
     def _delta(self, reading: Reading, delta: Delta) -> dict[str, Any] | None:
@@ -184,7 +200,7 @@ class Chat(Writer):
 
     def _count_reasoning(self, answer: Progress) -> None:
         if self._thinking:
-            close = _id_of(self._tokenizer, "</think>")
+            close = _id_of(self._tokenizer, THINK_END)
             answer.reasoning_tokens = answer.ids.index(close) + 1 if close in answer.ids else len(answer.ids)
 
     def _logged(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
@@ -214,4 +230,4 @@ def _id_of(tokenizer: Tokenizer | None, token: str) -> int | None:
 
 def _ends_thinking(tokenizer: Tokenizer | None, ids: list[int]) -> bool:
     """Whether a prompt leaves the model inside reasoning: it ends with the opening tag."""
-    return decode(tokenizer, ids[-8:]).rstrip().endswith("<think>")
+    return decode(tokenizer, ids[-8:]).rstrip().endswith(THINK)

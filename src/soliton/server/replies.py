@@ -62,6 +62,8 @@ class Written:
 class Writer(ABC):
     """What all kinds of answers share."""
 
+    _kind = "text_completion"  # of the bodies
+
     @abstractmethod
     def push(self, place: int, piece: Piece) -> list[dict[str, Any]]:
         """The events of one piece of the answer at a place."""
@@ -90,9 +92,9 @@ class Writer(ABC):
     def _prompt_ids(self, place: int) -> tuple[int, ...]:
         return self._active.prompts[place // self._ask.n].ids
 
-    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "id": self._active.rid(), "object": kind, "created": self._created, "model": self._service.name,
+            "id": self._active.rid(), "object": self._kind, "created": self._created, "model": self._service.name,
             "choices": choices,
         }  # fmt: skip
         if self._ask.stream and (self._ask.usage or self._ask.usage_always):
@@ -218,11 +220,11 @@ class Completion(Writer):
             return []
         if self._ask.meta:
             choice["meta_info"] = self.meta(place, answer)
-        return [self._body("text_completion", [choice])]
+        return [self._body([choice])]
 
     def end(self) -> list[dict[str, Any]]:
         """What comes before [DONE]."""
-        return [self._body("text_completion", []) | {"usage": self.usage()}] if self._ask.usage else []
+        return [self._body([]) | {"usage": self.usage()}] if self._ask.usage else []
 
     def whole(self) -> dict[str, Any]:
         """All of it in one body."""
@@ -240,7 +242,7 @@ class Completion(Writer):
             if self._ask.meta:
                 choice["meta_info"] = self.meta(place, answer)
             choices.append(choice)
-        return self._body("text_completion", choices) | {"usage": self.usage()}
+        return self._body(choices) | {"usage": self.usage()}
 
     def _alternatives(self, entry: TokenLogprob | None) -> dict[str, float] | None:
         if entry is None:
